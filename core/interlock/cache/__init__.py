@@ -1,0 +1,1 @@
+"""Reference-counted cache memory: blocks of tokens, and what may be found in them."""

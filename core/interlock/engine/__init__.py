@@ -1,0 +1,1 @@
+"""The loop and its four nouns: scheduler, runner, sampler, hooks."""

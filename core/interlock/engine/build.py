@@ -1,0 +1,79 @@
+"""Putting an engine together: its runner, what plugins hand over, and what it says about itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from interlock.engine.outputs import EngineInfo
+from interlock.extension import ChunkLimit, Drafter, KVSource, LogitsProcessor, Runner, check
+from interlock.plugins import Plugins
+from interlock.settings import Settings
+
+if TYPE_CHECKING:
+    from interlock.engine.engine import Engine
+    from interlock.engine.runner import Progress
+    from interlock.tokenizer import Tokenizer
+
+
+def runner(
+    settings: Settings, plugins: Plugins, progress: Progress | None
+) -> tuple[Runner, Tokenizer | None]:
+    """A plugin's runner, which needs no tokenizer, or the model's runner with its tokenizer."""
+    answer = plugins.exclusive("interlock_runner", settings=settings)
+    if answer is not None:
+        return check(answer[1], Runner, answer[0]), getattr(answer[1], "tokenizer", None)
+    from interlock.engine.runner import ModelRunner
+    from interlock.tokenizer import Tokenizer
+
+    built = ModelRunner(settings, plugins, progress)
+    return built, Tokenizer.load(built.files)
+
+
+def connect(engine: Engine) -> None:
+    """Ask plugins for the objects that scheduler and sampler will call."""
+    scheduler = engine.scheduler
+    scheduler.sources = _objects(engine, "interlock_kv_source", KVSource)
+    scheduler.limits = _objects(engine, "interlock_chunk_limit", ChunkLimit)
+    engine.sampler.processors = _objects(engine, "interlock_logits_processor", LogitsProcessor)
+    drafter = engine.plugins.exclusive("interlock_drafter", engine=engine)
+    if drafter is not None:
+        scheduler.drafter = check(drafter[1], Drafter, drafter[0])
+
+
+def _objects(engine: Engine, hook: str, protocol: type[Any]) -> list[tuple[str, Any]]:
+    answers = engine.plugins.each(hook, engine=engine)
+    return [(name, check(thing, protocol, name)) for name, thing in answers]
+
+
+def describe(engine: Engine, seconds: float) -> EngineInfo:
+    """An `EngineInfo`; its fingerprint says what cache entries of this engine depend on."""
+    settings, tokenizer = engine.settings, engine.tokenizer
+    runner: Any = engine.runner
+    geometry = runner.geometry
+    answers = engine.plugins.each("interlock_fingerprint", settings=settings)
+    plugin_parts = [f"{plugin}={text}" for plugin, text in answers]
+    files, config = getattr(runner, "files", None), getattr(runner, "config", None)
+    dtype = str(getattr(runner, "dtype", "none")).removeprefix("torch.")
+    name = files.name if files else type(runner).__name__
+    parts = [name, files.revision if files else "", dtype, str(geometry.block_size), "tp=1"]
+    digest = xxhash.xxh3_128_hexdigest("\x00".join([*parts, *plugin_parts]).encode())
+    table = getattr(runner, "ops", None)
+    return EngineInfo(
+        model_name=settings.engine.served_model_name or name,
+        architecture=config.architecture if config else type(runner).__name__,
+        max_model_len=min(geometry.max_model_len, geometry.num_blocks * geometry.block_size),
+        vocab_size=geometry.vocab_size,
+        dtype=dtype,
+        device=str(getattr(runner, "device", "none")),
+        num_blocks=geometry.num_blocks,
+        block_size=geometry.block_size,
+        fingerprint=digest,
+        eos_token_ids=sorted(tokenizer.eos_token_ids) if tokenizer else [],
+        num_parameters=getattr(runner, "num_parameters", 0),
+        weight_bytes=getattr(runner, "weight_bytes", 0),
+        kv_bytes_per_token=getattr(runner, "kv_bytes_per_token", 0),
+        load_seconds={**getattr(runner, "load_seconds", {}), "total": seconds},
+        ops=dict(table.choices) if table else {},
+    )

@@ -1,0 +1,78 @@
+"""Block tables of requests: growing them, sharing blocks, and copying shared ones before a write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from interlock.cache.blocks import BlockPool, blocks_for
+from interlock.engine.request import Request
+
+
+class Memory:
+    """The pool, cut into requests' block tables. ``copies`` are ``(source, target)`` pairs."""
+
+    def __init__(self, num_blocks: int, block_size: int, reclaim: Callable[[int], None]) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self._reclaim = reclaim
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the whole pool holds."""
+        return self.pool.num_blocks * self.block_size
+
+    def has_free(self, count: int) -> bool:
+        """Whether ``count`` blocks are free, asking plugins to give some back if not."""
+        if self.pool.num_free < count:
+            self._reclaim(count - self.pool.num_free)
+        return self.pool.num_free >= count
+
+    def needs(self, request: Request, end: int) -> tuple[int, list[int]]:
+        """New blocks for tokens up to ``end``, and table indices of shared blocks to be written."""
+        table = request.block_table
+        first = request.num_computed_tokens // self.block_size
+        shared = [i for i in range(first, len(table)) if self.pool.references(table[i]) > 1]
+        return max(0, blocks_for(end, self.block_size) - len(table)), shared
+
+    def grow(
+        self, request: Request, missing: int, shared: list[int], copies: list[tuple[int, int]]
+    ) -> None:
+        """Make tokens up to the planned end writable; the caller has made room."""
+        for index, target in zip(shared, self.pool.allocate(len(shared)), strict=True):
+            source = request.block_table[index]
+            copies.append((source, target))
+            request.block_table[index] = target
+            self.pool.drop([source])
+        request.block_table.extend(self.pool.allocate(missing))
+
+    def place(
+        self,
+        request: Request,
+        blocks: Sequence[int],
+        start: int,
+        end: int,
+        reserve: int,
+        copies: list[tuple[int, int]],
+    ) -> bool:
+        """A table of shared ``blocks`` (tokens up to ``start``) and new ones up to ``end``.
+
+        Takes references on ``blocks``. False, with nothing taken, unless ``reserve`` more blocks
+        stay free: room for running requests to grow, or admission would only preempt them.
+        """
+        partial = [len(blocks) - 1] if len(blocks) > start // self.block_size else []
+        missing = blocks_for(end, self.block_size) - len(blocks)
+        self.pool.take(blocks)
+        placed = False
+        try:
+            placed = self.has_free(missing + len(partial) + reserve)
+        finally:
+            if not placed:
+                self.pool.drop(blocks)
+        if placed:
+            request.block_table = list(blocks)
+            self.grow(request, missing, partial, copies)
+        return placed
+
+    def free(self, request: Request) -> None:
+        self.pool.drop(request.block_table)
+        request.block_table = []

@@ -1,0 +1,180 @@
+"""Runs the model over a plan: device, dtype, cache size, one forward call per step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from interlock import ops
+from interlock.cache.blocks import blocks_for
+from interlock.engine.batch import Batch, Plan
+from interlock.errors import ConfigError
+from interlock.extension import Geometry, check
+from interlock.plugins import Plugins
+from interlock.settings import EngineSettings, Settings
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and how far it is, 0 to 1."""
+
+# On a CPU the cache shares memory with everything else, so it takes a part of what is free.
+CPU_CACHE_SHARE = 0.25
+CUDA_CACHE_SHARE = 0.85
+MAX_CPU_CACHE_BYTES = 4 * 2**30
+
+
+class ModelRunner:
+    """A loaded model with its caches. Satisfies `interlock.extension.Runner`."""
+
+    def __init__(
+        self, settings: Settings, plugins: Plugins, progress: Progress | None = None
+    ) -> None:
+        engine = settings.engine
+        self.load_seconds: dict[str, float] = {}
+        if engine.threads is not None:
+            torch.set_num_threads(engine.threads)
+        self.device = pick_device(engine.device)
+        self.dtype, self.dtype_reason = pick_dtype(engine.dtype, self.device)
+        self.model = self._load(settings, plugins, progress or _silent)
+        self.block_size = engine.block_size
+        self.geometry = self._allocate(engine)
+
+    def _load(self, settings: Settings, plugins: Plugins, progress: Progress) -> Any:
+        from interlock.models.registry import build_model
+        from interlock.weights.config import load_config
+        from interlock.weights.resolve import resolve
+
+        started = time.monotonic()
+        self.files = resolve(settings.engine.model)
+        self.config = load_config(self.files)
+        overrides = plugins.merged("interlock_kernels", device=self.device, dtype=self.dtype)
+        self.ops = ops.build(self.device, self.dtype, overrides)
+        self.load_seconds["prepare"] = time.monotonic() - started
+        started = time.monotonic()
+        model = build_model(
+            self.files,
+            self.config,
+            ops=self.ops,
+            linear_method=_linear_methods(plugins),
+            extra_models=plugins.merged("interlock_models"),
+            dtype=self.dtype,
+            device=self.device,
+            batch_invariant=settings.engine.batch_invariant,
+            progress=progress,
+        )
+        self.load_seconds["weights"] = time.monotonic() - started
+        return model
+
+    def _allocate(self, engine: EngineSettings) -> Geometry:
+        max_model_len = _max_model_len(engine, self.config.max_position_embeddings)
+        block_bytes = self.model.cache_bytes_per_block(engine.block_size)
+        num_blocks = engine.num_blocks or _num_blocks(
+            engine, block_bytes, max_model_len, self.device
+        )
+        self.model.allocate_caches(num_blocks, engine.block_size)
+        return Geometry(num_blocks, engine.block_size, max_model_len, self.config.vocab_size)
+
+    @torch.inference_mode()
+    def forward(self, plan: Plan) -> Tensor:
+        """Logits [S, V] of the positions that the rows ask for, in row order."""
+        if plan.copies:
+            self.model.copy_blocks(plan.copies)
+        batch = Batch.build(plan.rows, self.block_size, self.device)
+        hidden = self.model.forward(batch)
+        logits: Tensor = self.model.logits(hidden)
+        return logits
+
+    @property
+    def num_parameters(self) -> int:
+        return int(self.model.num_parameters)
+
+    @property
+    def weight_bytes(self) -> int:
+        return int(self.model.weight_bytes)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return int(self.model.cache_bytes_per_block(self.block_size)) // self.block_size
+
+
+def _silent(what: str, share: float) -> None:
+    return None
+
+
+def _linear_methods(plugins: Plugins) -> Callable[..., Any]:
+    """The exclusive hook as a function of a layer's description; checks what it returns."""
+    from interlock.extension import LinearMethod
+
+    if not plugins.implementations("interlock_linear_method"):
+        return lambda **layer: None
+
+    def choose(**layer: Any) -> Any:
+        answer = plugins.exclusive("interlock_linear_method", **layer)
+        return check(answer[1], LinearMethod, answer[0]) if answer else None
+
+    return choose
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of that name; raises ConfigError if torch cannot use it."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"engine.device: {name!r} is no device; use cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device: this torch finds no CUDA device; use cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"engine.device: {device.type} is not supported; use cpu, cuda or cuda:N")
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
+    """The dtype for weights and activations, and why."""
+    if name != "auto":
+        return getattr(torch, name), "asked for"
+    if device.type == "cuda":
+        return torch.bfloat16, "CUDA default"
+    from interlock.ops.cpu_probe import pick_dtype as probe
+
+    dtype, reason, _ = probe()
+    return dtype, reason
+
+
+def _max_model_len(engine: EngineSettings, trained: int) -> int:
+    if engine.max_model_len is None:
+        return trained
+    if engine.max_model_len > trained:
+        raise ConfigError(
+            f"engine.max_model_len: the model was made for {trained} tokens, "
+            f"not {engine.max_model_len}"
+        )
+    return engine.max_model_len
+
+
+def _num_blocks(
+    engine: EngineSettings, block_bytes: int, max_model_len: int, device: torch.device
+) -> int:
+    """As many blocks as the budget holds, at most what all sequences together could use."""
+    wanted = engine.max_num_seqs * blocks_for(max_model_len, engine.block_size)
+    budget = engine.kv_cache_bytes or _cache_budget(device)
+    count = min(wanted, budget // block_bytes)
+    if count < 1:
+        raise ConfigError(
+            f"engine.kv_cache_bytes: {budget} bytes hold no block of {block_bytes} bytes; "
+            "give more, or a smaller engine.block_size"
+        )
+    return count
+
+
+def _cache_budget(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * CUDA_CACHE_SHARE)
+    available = psutil.virtual_memory().available
+    return min(int(available * CPU_CACHE_SHARE), MAX_CPU_CACHE_BYTES)

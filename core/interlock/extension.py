@@ -1,0 +1,138 @@
+"""Objects that plugins hand to the core in the cold tier; the core calls their methods directly.
+
+Each protocol says when its methods are called and what they may do. `check` compares an object
+with its protocol at start, so that one written for another interface is refused by name instead
+of failing in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import attrs
+
+from interlock.errors import PluginError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from interlock.engine.batch import Plan
+    from interlock.engine.request import Request
+
+API_VERSION = 1
+"""Version of everything in this module and in `hookspec`; plugins declare the one they speak."""
+
+
+@attrs.frozen
+class Match:
+    """What a `KVSource` can supply for a request, counted in tokens.
+
+    ``blocks`` are blocks that already hold those tokens; the core takes its own reference on each
+    (all of them in order, the last one possibly filled in part). Without blocks the core allocates
+    them, and the source fills them, holding the request until it has.
+    """
+
+    num_tokens: int
+    blocks: tuple[int, ...] = ()
+
+
+class KVSource(Protocol):
+    """Supplies tokens' cache entries that need not be computed. Scheduler process, rank 0."""
+
+    def match(self, request: Request, num_computed_tokens: int) -> Match | None:
+        """Tokens available beyond ``num_computed_tokens``. Pure: may be asked any number of times."""
+
+    def settle(self, request: Request, num_tokens: int) -> None:
+        """``request`` is admitted and uses ``num_tokens`` of the match. Once per admission, also 0."""
+
+
+class ChunkLimit(Protocol):
+    """Says where a row's tokens must end. Pure; called for running and waiting requests alike."""
+
+    def clip(self, request: Request, start: int, end: int) -> int:
+        """The end to use instead of ``end``; ``start`` skips the request in this step."""
+
+
+class Drafter(Protocol):
+    """Proposes tokens that the next step verifies. A draft is invisible until it is accepted."""
+
+    def input_slots(self, request: Request) -> int:
+        """Input positions that drafting for ``request`` adds to a step, charged to its budget."""
+
+    def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
+        """Draft tokens for each request (none is fine). Once per step, after commit."""
+
+
+class LogitsProcessor(Protocol):
+    """Changes logits before sampling. Rows are (request, draft position) pairs."""
+
+    def apply(self, requests: Sequence[Request], offsets: Sequence[int], logits: Tensor) -> Tensor:
+        """Return logits [S, V] float32, changed in place or new.
+
+        Row ``i`` belongs to ``requests[i]``; ``offsets[i]`` counts the draft tokens before it.
+        An exception ends the requests of the rows that it was called for, nobody else.
+        """
+
+
+class Geometry(NamedTuple):
+    """What a runner can hold."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+
+
+class Runner(Protocol):
+    """Computes logits for a plan. The default runs the model; a simulator may take its place."""
+
+    geometry: Geometry
+
+    def forward(self, plan: Plan) -> Tensor:
+        """Logits [S, V] for the rows' ``num_logits`` positions, in row order."""
+
+
+class LinearMethod(Protocol):
+    """How one linear layer stores and applies its weight. Called on every rank."""
+
+    def create_weights(self, in_features: int, out_features: int) -> None:
+        """Allocate nothing larger than the stored form."""
+
+    def load(self, parts: Sequence[Any], bias: Tensor | None) -> None:
+        """Take the layer's weight, given as row-wise parts (`weights.source.WeightTensor`)."""
+
+    def apply(self, x: Tensor) -> Tensor:
+        """``x`` [T, in_features] to [T, out_features]. Hot: once per layer and step."""
+
+
+def check(thing: Any, protocol: type[Any], plugin: str) -> Any:
+    """Return ``thing`` if it has every method of ``protocol`` with the same parameters.
+
+    Raises PluginError naming the plugin and what is missing or different.
+    """
+    for name, wanted in vars(protocol).items():
+        if name.startswith("_") or not inspect.isfunction(wanted):
+            continue
+        method = getattr(thing, name, None)
+        if not callable(method):
+            raise PluginError(
+                f"plugin {plugin!r}: {type(thing).__name__} has no method {name}(), which "
+                f"{protocol.__name__} version {API_VERSION} requires"
+            )
+        _check_parameters(method, wanted, plugin, f"{protocol.__name__}.{name}")
+    return thing
+
+
+def _check_parameters(method: Any, wanted: Any, plugin: str, what: str) -> None:
+    expected = list(inspect.signature(wanted).parameters)[1:]
+    try:
+        inspect.signature(method).bind(*expected)
+    except (TypeError, ValueError):
+        raise PluginError(
+            f"plugin {plugin!r}: {what} must accept ({', '.join(expected)}), "
+            f"but takes {inspect.signature(method)}"
+        ) from None
+
+
