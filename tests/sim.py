@@ -7,6 +7,8 @@ changes tokens instead of going unnoticed. `expected_tokens` computes the same w
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 import xxhash
@@ -63,12 +65,13 @@ class SimRunner:
             if row.request.id in self.fail:
                 raise self.fail[row.request.id]
         self._write(batch)
-        return torch.from_numpy(np.stack(self._logits(plan, batch)) if len(batch.logits_indices) else np.zeros((0, VOCAB), np.float32))
+        rows = self._logits(plan, batch)
+        return torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, VOCAB)
 
     def _write(self, batch: Batch) -> None:
         slots, tokens = batch.slot_mapping.tolist(), batch.token_ids.tolist()
         positions, starts = batch.positions.tolist(), batch.cu_seqlens_q.tolist()
-        for row, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        for row, (begin, end) in enumerate(pairwise(starts)):
             for index in range(begin, end):
                 previous = self._read(batch, row, positions[index] - 1)
                 self.cache[slots[index]] = entry(previous, tokens[index])

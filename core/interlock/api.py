@@ -73,9 +73,9 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Complete all prompts, batched; results are in their order."""
-        shared = params if isinstance(params, SamplingParams) else None
-        each = [shared or SamplingParams()] * len(prompts) if shared or not params else params
-        requests = [self._request(p, s) for p, s in zip(prompts, each, strict=True)]
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        requests = [self._request(p, s) for p, s in zip(prompts, params, strict=True)]
         done = {r.id: Completion(r.id, r.prompt_token_ids) for r in requests}
         for output in self._run(requests):
             done[output.request_id].add(output)

@@ -8,7 +8,8 @@ of failing in the middle of a step.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import attrs
@@ -29,9 +30,10 @@ API_VERSION = 1
 class Match:
     """What a `KVSource` can supply for a request, counted in tokens.
 
-    ``blocks`` are blocks that already hold those tokens; the core takes its own reference on each
-    (all of them in order, the last one possibly filled in part). Without blocks the core allocates
-    them, and the source fills them, holding the request until it has.
+    ``blocks`` are blocks that already hold those tokens, as many as they fill (the last one
+    possibly in part); the core takes its own reference on each, and copies a shared block before
+    it writes to it. Without blocks the core allocates them, and the source fills them, holding the
+    request until it has.
     """
 
     num_tokens: int
@@ -41,11 +43,20 @@ class Match:
 class KVSource(Protocol):
     """Supplies tokens' cache entries that need not be computed. Scheduler process, rank 0."""
 
-    def match(self, request: Request, num_computed_tokens: int) -> Match | None:
-        """Tokens available beyond ``num_computed_tokens``. Pure: may be asked any number of times."""
+    def match(self, request: Request, start: int, stop: int) -> Match | None:
+        """Tokens available from ``start`` on, not beyond ``stop``. Pure: may be asked repeatedly.
 
-    def settle(self, request: Request, num_tokens: int) -> None:
-        """``request`` is admitted and uses ``num_tokens`` of the match. Once per admission, also 0."""
+        ``start`` is the beginning of a block. Tokens before it are supplied by earlier sources.
+        """
+
+    def settle(self, request: Request, start: int, num_tokens: int) -> None:
+        """The request is admitted, with ``num_tokens`` from ``start``. Once per admission, also 0.
+
+        ``request.block_table`` has room for them. A source that fills it asynchronously takes its
+        own references on those blocks until it has stopped writing: the request may be preempted
+        or end at any time, and is then admitted (and settled) anew or never. Hold names must
+        therefore differ from one admission to the next.
+        """
 
 
 class ChunkLimit(Protocol):
@@ -112,9 +123,7 @@ def check(thing: Any, protocol: type[Any], plugin: str) -> Any:
 
     Raises PluginError naming the plugin and what is missing or different.
     """
-    for name, wanted in vars(protocol).items():
-        if name.startswith("_") or not inspect.isfunction(wanted):
-            continue
+    for name, wanted in _methods(protocol):
         method = getattr(thing, name, None)
         if not callable(method):
             raise PluginError(
@@ -123,6 +132,34 @@ def check(thing: Any, protocol: type[Any], plugin: str) -> Any:
             )
         _check_parameters(method, wanted, plugin, f"{protocol.__name__}.{name}")
     return thing
+
+
+def noted(thing: Any, protocol: type[Any], plugin: str) -> Any:
+    """The methods of ``protocol`` on ``thing``; what they raise carries the plugin's name."""
+    methods = {
+        name: _noting(getattr(thing, name), f"plugin {plugin!r}, {protocol.__name__}.{name}")
+        for name, _ in _methods(protocol)
+    }
+    return types.SimpleNamespace(**methods)
+
+
+def _methods(protocol: type[Any]) -> list[tuple[str, Any]]:
+    return [
+        (name, item)
+        for name, item in vars(protocol).items()
+        if inspect.isfunction(item) and not name.startswith("_")
+    ]
+
+
+def _noting(method: Callable[..., Any], note: str) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        try:
+            return method(*arguments)
+        except Exception as error:
+            error.add_note(note)
+            raise
+
+    return call
 
 
 def _check_parameters(method: Any, wanted: Any, plugin: str, what: str) -> None:
@@ -134,5 +171,3 @@ def _check_parameters(method: Any, wanted: Any, plugin: str, what: str) -> None:
             f"plugin {plugin!r}: {what} must accept ({', '.join(expected)}), "
             f"but takes {inspect.signature(method)}"
         ) from None
-
-

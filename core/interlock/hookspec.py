@@ -96,6 +96,9 @@ def interlock_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
 def interlock_models() -> Mapping[str, type[Any]]:
     """Model classes by architecture name, as ``config.json`` writes it.
 
+    A class is built and used as `interlock.models.registry.build_model` says. If it has a static
+    ``read_config(files)``, that reads the configuration; otherwise it is read as for Llama.
+
     :returns: a mapping; a name that the core or another plugin has too stops the start.
 
     **Called**: cold, once, before weights are opened.
@@ -222,8 +225,8 @@ def interlock_counters(engine: Engine) -> Mapping[str, float]:
     :param engine: the running engine.
     :returns: numbers that only grow during an engine's life, except names that end in ``_now``.
 
-    **Called**: about once per second, between steps; shown by ``interlock plugins``, ``/metrics``
-    and every benchmark report.
+    **Called**: whenever statistics are asked for, between steps; a server asks a few times per
+    second. Shown by ``interlock plugins``, ``/metrics`` and every benchmark report.
     """
     raise NotImplementedError
 
@@ -247,6 +250,7 @@ def interlock_kv_committed(engine: Engine, spans: Sequence[tuple[Request, int, i
 
     :param engine: after acceptance, before the next plan.
     :param spans: ``(request, start, stop)`` in tokens; blocks are in ``request.block_table``.
+        Everything before ``start`` is in the cache too, whoever supplied it.
 
     **Called**: warm, once per step that computed anything, before finished requests are freed.
     """
@@ -267,10 +271,11 @@ def interlock_reclaim(engine: Engine, num_blocks: int) -> None:
 def interlock_requests_finished(engine: Engine, requests: Sequence[Request]) -> None:
     """These requests have ended, for any reason; their references are dropped after this call.
 
-    :param engine: after commit.
+    :param engine: between two steps, or after commit.
     :param requests: each exactly once, whatever ended it.
 
-    **Called**: warm, at most once per step.
+    **Called**: warm, at most twice per step: before planning for those that were aborted or ran
+    out of time, and after `interlock_kv_committed` for those that ended in this step.
     """
 
 

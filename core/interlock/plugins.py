@@ -44,20 +44,24 @@ class PluginReport(msgspec.Struct):
 
 
 def discover() -> list[PluginInfo]:
-    """All installed plugins, sorted by name then distribution; two may share a name."""
-    found = {
-        PluginInfo(point.name, _dist_name(point), _dist_version(point), point.value)
-        for point in importlib.metadata.entry_points(group=GROUP)
-    }
+    """All installed plugins, sorted by name then distribution; two may share a name.
+
+    Nothing is remembered between calls. Raises PluginError if the metadata cannot be read.
+    """
+    try:
+        found = {_info(point) for point in importlib.metadata.entry_points(group=GROUP)}
+    except Exception as error:
+        raise PluginError(
+            f"the metadata of installed packages cannot be read: {type(error).__name__}: {error}; "
+            "see: pip check"
+        ) from error
     return sorted(found, key=lambda info: (info.name, info.distribution, info.version))
 
 
-def _dist_name(point: importlib.metadata.EntryPoint) -> str:
-    return point.dist.name if point.dist else "unknown"
-
-
-def _dist_version(point: importlib.metadata.EntryPoint) -> str:
-    return point.dist.version if point.dist else "unknown"
+def _info(point: importlib.metadata.EntryPoint) -> PluginInfo:
+    dist = point.dist
+    name, version = (dist.name, dist.version) if dist else (None, None)
+    return PluginInfo(point.name, name or "unknown", version or "unknown", point.value)
 
 
 def parse_names(text: str) -> tuple[str, ...]:
@@ -87,9 +91,9 @@ class Plugins:
     def load(cls, names: Sequence[str]) -> Plugins:
         """Import and register exactly ``names``. Raises PluginError for anything wrong."""
         _refuse_duplicates(names)
-        installed = discover()
-        loaded = [_Loaded(info, _instantiate(info)) for info in (_find(n, installed) for n in names)]
-        return cls.of({item.info.name: item.instance for item in loaded}, [i.info for i in loaded])
+        installed = discover() if names else []
+        infos = [_find(name, installed) for name in names]
+        return cls.of({info.name: _instantiate(info) for info in infos}, infos)
 
     @classmethod
     def of(cls, instances: Mapping[str, Any], infos: Sequence[PluginInfo] = ()) -> Plugins:
@@ -133,7 +137,9 @@ class Plugins:
         types_ = dict(self.each("interlock_settings"))
         for name, kind in types_.items():
             if not (attrs.has(kind) and kind.__setattr__ is not object.__setattr__):
-                raise PluginError(f"plugin {name!r}: interlock_settings must return a frozen attrs class")
+                raise PluginError(
+                    f"plugin {name!r}: interlock_settings must return a frozen attrs class"
+                )
         return types_
 
     # -- calling -------------------------------------------------------------------------------
@@ -196,7 +202,7 @@ class Plugins:
                     impl.function = _traced(hook, impl.plugin_name, impl.function, write)
 
 
-def _nothing(*arguments: Any) -> None:
+def _nothing(*_: Any) -> None:
     return None
 
 
@@ -270,15 +276,18 @@ def _find(name: str, installed: Iterable[PluginInfo]) -> PluginInfo:
             "so that it is clear which one runs"
         )
     if not matches:
-        raise PluginError(_not_installed(name, sorted({info.name for info in installed})))
+        raise PluginError(_not_installed(name, installed))
     return matches[0]
 
 
-def _not_installed(name: str, known: list[str]) -> str:
+def _not_installed(name: str, installed: Iterable[PluginInfo]) -> str:
+    known = {info.name: f"{info.name} ({info.distribution} {info.version})" for info in installed}
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
-    listed = ", ".join(known) if known else "none"
-    return f"plugin {name!r} is not installed; {hint}installed plugins: {listed}"
+    return (
+        f"plugin {name!r} is not installed; {hint}"
+        f"installed plugins: {', '.join(known.values()) or 'none'}"
+    )
 
 
 def _instantiate(info: PluginInfo) -> Any:
@@ -295,11 +304,13 @@ def _instantiate(info: PluginInfo) -> Any:
 def _register(manager: pluggy.PluginManager, item: _Loaded) -> None:
     name = item.info.name
     _check_version(name, item.instance)
+    _check_names(name, item.instance)
     try:
         manager.register(item.instance, name=name)
         manager.check_pending()
     except (pluggy.PluginValidationError, ValueError) as error:
-        raise PluginError(f"plugin {name!r} does not fit this engine: {error}") from error
+        text = " ".join(str(error).split())
+        raise PluginError(f"plugin {name!r} does not fit this engine: {text}") from error
     for caller in manager.get_hookcallers(item.instance) or []:
         for impl in caller.get_hookimpls():
             if impl.plugin_name == name:
@@ -316,6 +327,21 @@ def _check_version(name: str, instance: Any) -> None:
         )
 
 
+def _check_names(plugin: str, instance: Any) -> None:
+    """Refuse what pluggy would pass over in silence, or name without a hint."""
+    known = [hook for hook in vars(hookspec) if hook.startswith("interlock_")]
+    for name in dir(instance):
+        if not name.startswith("interlock_"):
+            continue
+        options = getattr(getattr(instance, name), f"{hookspec.PROJECT}_impl", None)
+        if options is None:
+            raise PluginError(f"plugin {plugin!r}: {name} lacks the decorator @hookimpl")
+        if (options.get("specname") or name) not in known:
+            near = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise PluginError(f"plugin {plugin!r}: there is no hook {name}{hint}")
+
+
 def _check_implementation(plugin: str, hook: str, impl: Any) -> None:
     if impl.kwargnames:
         raise PluginError(
@@ -324,6 +350,10 @@ def _check_implementation(plugin: str, hook: str, impl: Any) -> None:
         )
     if impl.wrapper or impl.hookwrapper:
         raise PluginError(f"plugin {plugin!r}: {hook} may not be a wrapper")
+    if impl.tryfirst or impl.trylast:
+        raise PluginError(
+            f"plugin {plugin!r}: {hook} asks to be first or last; the order is that of --plugins"
+        )
 
 
 def configure(plugins: Plugins, settings: Any) -> None:

@@ -18,7 +18,7 @@ import attrs
 import msgspec
 from attrs import validators as v
 
-from interlock.errors import ConfigError
+from interlock.errors import ConfigError, PluginError
 
 DType = Literal["auto", "bfloat16", "float32", "float64"]
 
@@ -35,12 +35,12 @@ _positive = v.optional(v.ge(1))
 class EngineSettings:
     model: str = option("smollm2-135m", "alias, local folder, .gguf file or hub name")
     served_model_name: str | None = option(None, "the name that clients use (default: the model's)")
-    dtype: DType = option("auto", "bfloat16 where the CPU multiplies it natively, else float32")
+    dtype: DType = option("auto", "bfloat16 where the CPU multiplies it itself, else float32")
     device: str = option("auto", "cpu, cuda or cuda:N; auto takes a GPU if there is one")
     max_model_len: int | None = option(None, "longest sequence in tokens", _positive)
     block_size: int = option(16, "tokens per KV block", [v.ge(1), v.le(1024)])
     num_blocks: int | None = option(None, "KV blocks (default: from kv_cache_bytes)", _positive)
-    kv_cache_bytes: int | None = option(None, "bytes for the KV cache (default: a share)", _positive)
+    kv_cache_bytes: int | None = option(None, "bytes for the KV cache (default: part)", _positive)
     max_num_seqs: int = option(64, "sequences that run at once", v.ge(1))
     max_num_batched_tokens: int = option(1024, "tokens computed in one step", v.ge(1))
     max_waiting: int = option(512, "queued sequences; more are answered 429", v.ge(1))
@@ -104,7 +104,7 @@ def load_settings(
     """Build the settings from all sources.
 
     ``plugins`` is the exact list and order; None takes the file's list, or no plugin at all.
-    ``flags`` maps ``section.key`` to values (None: not given); ``sets`` holds ``section.key=value``.
+    ``flags`` maps ``section.key`` to values (None: not given); ``sets`` is ``section.key=value``.
     Raises ConfigError naming the key, PluginError for a plugin that cannot be loaded.
     """
     document = _read_toml(config_file) if config_file else {}
@@ -122,6 +122,11 @@ def _plugin_sections(names: Sequence[str]) -> dict[str, type[Any]]:
         return {}
     from interlock.plugins import Plugins
 
+    for name in names:
+        if name in (*CORE_SECTIONS, "plugins"):
+            raise PluginError(
+                f"plugin {name!r} has the name of a section of the core: rename its entry point"
+            )
     return Plugins.load(names).setting_types()
 
 

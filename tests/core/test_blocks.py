@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from interlock.cache.blocks import BlockPool, OutOfBlocksError, blocks_for
 from interlock.cache.ledger import Ledger
+from interlock.cache.storage import zeros
 
 
 @given(st.lists(st.tuples(st.sampled_from(["allocate", "take", "drop"]), st.integers(0, 7))))
@@ -78,3 +81,15 @@ def test_aborted_reservations_never_appear_and_committed_keys_stay():
     assert (ledger.find("a"), ledger.find("b"), dropped) == (1, None, ["b"])
     assert ledger.retract("a") == 1
     assert ledger.find("a") is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_cache_memory_is_zero_aligned_and_untouched(dtype):
+    before = psutil.Process().memory_info().rss
+    cache = zeros((1024, 64, 1024), dtype, torch.device("cpu"))
+    grown = psutil.Process().memory_info().rss - before
+    assert grown < cache.nbytes / 4
+    assert cache.data_ptr() % 64 == 0
+    assert not cache[5].any()
+    cache[7, 1, 2] = 3
+    assert cache.sum() == 3

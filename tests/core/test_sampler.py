@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim import SimRunner, greedy, request, run, sim_engine, tokens_of
 
 from interlock.engine import sampler
 from interlock.engine.request import SamplingParams
 from interlock.errors import RequestError
+from sim import SimRunner, greedy, request, run, sim_engine, tokens_of
 
 
 def params(**kw) -> SamplingParams:
@@ -177,7 +177,7 @@ def test_min_tokens_suppresses_stop_tokens_until_then():
 
 def test_a_request_with_nothing_left_to_choose_ends_alone():
     engine = sim_engine()
-    bans = {token: -100.0 for token in range(64)}
+    bans = dict.fromkeys(range(64), -100.0)
     engine.add(request("none", [1], params(logit_bias=bans, max_tokens=3)))
     engine.add(request("fine", [1], greedy(3)))
     outputs = run(engine)

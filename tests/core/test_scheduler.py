@@ -6,10 +6,10 @@ import random
 import time
 
 import pytest
-from sim import SimRunner, expected_tokens, greedy, request, run, sim_engine, tokens_of
 
 from interlock.engine.request import SamplingParams
 from interlock.errors import QueueFullError, RequestError
+from sim import SimRunner, expected_tokens, greedy, request, run, sim_engine, tokens_of
 
 
 def prompts(count: int, seed: int = 0, low: int = 1, high: int = 40) -> list[list[int]]:

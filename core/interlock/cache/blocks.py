@@ -73,7 +73,9 @@ class BlockPool:
             assert refs == held[block], f"block {block}: {refs} references, {held[block]} holders"
         free = set(self._free)
         assert len(free) == len(self._free), "a block is listed as free twice"
-        assert free == {b for b, r in enumerate(self._refs) if r == 0}, "free list and counts differ"
+        assert free == {b for b, r in enumerate(self._refs) if r == 0}, (
+            "free list and counts differ"
+        )
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:

@@ -40,21 +40,28 @@ class Ledger:
         on_commit: Callable[[Hashable, Any], None] | None = None,
         on_abort: Callable[[Hashable, Any], None] | None = None,
     ) -> None:
-        """Promise that ``value`` will be right once ``owner`` has ``num_tokens`` accepted tokens."""
+        """Promise that ``value`` is right once ``owner`` has ``num_tokens`` accepted tokens."""
         entry = _Reservation(key, value, num_tokens, on_commit, on_abort)
         self._reserved.setdefault(owner, []).append(entry)
 
     def commit(self, owner: str, num_tokens: int) -> None:
-        """``owner`` now has ``num_tokens`` accepted and written tokens. Idempotent."""
+        """``owner`` now has ``num_tokens`` accepted and written tokens. Idempotent.
+
+        A key that somebody else has committed meanwhile keeps its value: the later reservation
+        is aborted, so that its owner can give back what it took for it.
+        """
         pending = self._reserved.get(owner)
         if not pending:
             return
         due = [r for r in pending if r.num_tokens <= num_tokens]
         self._reserved[owner] = [r for r in pending if r.num_tokens > num_tokens]
         for entry in due:
-            self._committed[entry.key] = entry.value
-            if entry.on_commit:
-                entry.on_commit(entry.key, entry.value)
+            known = entry.key in self._committed
+            if not known:
+                self._committed[entry.key] = entry.value
+            callback = entry.on_abort if known else entry.on_commit
+            if callback:
+                callback(entry.key, entry.value)
 
     def abort(self, owner: str) -> None:
         """Drop everything that ``owner`` has reserved and not committed. Idempotent."""

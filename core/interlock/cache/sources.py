@@ -4,28 +4,91 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import attrs
+
 from interlock.cache.blocks import blocks_for
 from interlock.engine.request import Request
+from interlock.errors import PluginError
 from interlock.extension import KVSource, Match
 
 
-def chain(sources: Sequence[KVSource], request: Request, block_size: int) -> list[Match]:
-    """A match for each source, in order, each asked with the tokens reached so far. Pure.
+@attrs.frozen
+class Share:
+    """What one source supplies: tokens ``start`` to ``stop``."""
+
+    plugin: str
+    source: KVSource
+    start: int
+    match: Match
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.match.num_tokens
+
+
+def chain(
+    sources: Sequence[tuple[str, KVSource]], request: Request, block_size: int
+) -> list[Share]:
+    """One share for each source, in order, each beginning where the one before it ends. Pure.
 
     The newest token is always computed, since its logits are wanted; so is the whole prompt when
-    its log-probabilities are.
+    its log-probabilities are. A source is always asked from the beginning of a block: if it has
+    more than the partly filled block that the previous one ends with, that block is left out.
     """
-    found: list[Match] = []
-    reached, most = 0, request.num_tokens - 1
-    for source in sources:
-        match = None if request.wants_prompt_logprobs else source.match(request, reached)
-        found.append(_trim(match or Match(0), reached, most - reached, block_size))
-        reached += found[-1].num_tokens
-    return found
+    shares: list[Share] = []
+    stop = 0 if request.wants_prompt_logprobs else request.num_tokens - 1
+    for plugin, source in sources:
+        reached = shares[-1].stop if shares else 0
+        tail = reached % block_size
+        share = _ask(plugin, source, request, reached - tail, stop, block_size)
+        if tail and share.match.num_tokens > tail:
+            shorter = _without_tail(shares, request, reached - tail, block_size)
+            if shorter is not None:
+                shares = [*shorter, share]
+                continue
+        if tail or not share.match.num_tokens:
+            share = Share(plugin, source, reached, Match(0))
+        shares.append(share)
+    return shares
 
 
-def _trim(match: Match, reached: int, most: int, block_size: int) -> Match:
-    if match.num_tokens <= 0 or most <= 0 or (match.blocks and reached % block_size):
-        return Match(0)
-    tokens = min(match.num_tokens, most)
-    return Match(tokens, match.blocks[: blocks_for(tokens, block_size)])
+def nothing(shares: Sequence[Share]) -> list[Share]:
+    """The same sources, supplying no token."""
+    return [Share(share.plugin, share.source, 0, Match(0)) for share in shares]
+
+
+def table(shares: Sequence[Share], block_size: int) -> list[int | None]:
+    """The block table that the shares begin; None where the core has to allocate a block."""
+    blocks: list[int | None] = []
+    for share in shares:
+        count = blocks_for(share.stop, block_size) - len(blocks)
+        blocks += share.match.blocks or [None] * count
+    return blocks
+
+
+def _ask(
+    plugin: str, source: KVSource, request: Request, start: int, stop: int, block_size: int
+) -> Share:
+    if start >= stop:
+        return Share(plugin, source, start, Match(0))
+    match = source.match(request, start, stop) or Match(0)
+    wanted = blocks_for(match.num_tokens, block_size)
+    if not 0 <= match.num_tokens <= stop - start or len(match.blocks) not in (0, wanted):
+        raise PluginError(
+            f"plugin {plugin!r}: match({start}, {stop}) answered {match.num_tokens} tokens in "
+            f"{len(match.blocks)} blocks"
+        )
+    return Share(plugin, source, start, match)
+
+
+def _without_tail(
+    shares: Sequence[Share], request: Request, stop: int, block_size: int
+) -> list[Share] | None:
+    """The shares again, the last one that is not empty ending at ``stop``; None if it cannot."""
+    last = max(i for i, share in enumerate(shares) if share.match.num_tokens)
+    old = shares[last]
+    new = _ask(old.plugin, old.source, request, old.start, stop, block_size)
+    if new.stop != stop:
+        return None
+    later = [Share(share.plugin, share.source, stop, Match(0)) for share in shares[last + 1 :]]
+    return [*shares[:last], new, *later]

@@ -9,6 +9,7 @@ may have one token.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import attrs
@@ -108,16 +109,19 @@ class Batch:
         verify, decode, prefill = _partitions(rows, starts)
         positions = _positions(rows)
         block_tables = _block_tables(tables)
-        to = {"device": device, "non_blocking": True}
+
+        def put(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
         return cls(
-            token_ids=torch.tensor([t for row in rows for t in row.token_ids]).to(**to),
-            positions=positions.to(**to),
-            slot_mapping=_slots(query_lens, positions, block_tables, block_size).to(**to),
-            cu_seqlens_q=torch.tensor(starts, dtype=torch.int32).to(**to),
-            context_lens=torch.tensor(context, dtype=torch.int32).to(**to),
-            block_tables=block_tables.to(**to),
-            is_prefilling=torch.tensor([row.is_prefilling for row in rows]).to(**to),
-            logits_indices=torch.tensor(_logits(rows, starts), dtype=torch.int64).to(**to),
+            token_ids=put(torch.tensor([t for row in rows for t in row.token_ids])),
+            positions=put(positions),
+            slot_mapping=put(_slots(query_lens, positions, block_tables, block_size)),
+            cu_seqlens_q=put(torch.tensor(starts, dtype=torch.int32)),
+            context_lens=put(torch.tensor(context, dtype=torch.int32)),
+            block_tables=put(block_tables),
+            is_prefilling=put(torch.tensor([row.is_prefilling for row in rows])),
+            logits_indices=put(torch.tensor(_logits(rows, starts), dtype=torch.int64)),
             verify=verify,
             decode=decode,
             prefill=prefill,
@@ -139,7 +143,7 @@ def _partitions(rows: list[Row], starts: list[int]) -> tuple[Partition, Partitio
     assert kinds == sorted(kinds), "rows are not in partition order"
     first, second = kinds.count(0), kinds.count(0) + kinds.count(1)
     bounds = (0, first, second, len(rows))
-    spans = [Span(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    spans = [Span(a, b) for a, b in pairwise(bounds)]
     verify, decode, prefill = (Partition(s, Span(starts[s.start], starts[s.stop])) for s in spans)
     return verify, decode, prefill
 

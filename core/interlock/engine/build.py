@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from interlock.engine.outputs import EngineInfo
-from interlock.extension import ChunkLimit, Drafter, KVSource, LogitsProcessor, Runner, check
+from interlock.extension import ChunkLimit, Drafter, KVSource, LogitsProcessor, Runner, check, noted
 from interlock.plugins import Plugins
 from interlock.settings import Settings
 
@@ -39,12 +39,13 @@ def connect(engine: Engine) -> None:
     engine.sampler.processors = _objects(engine, "interlock_logits_processor", LogitsProcessor)
     drafter = engine.plugins.exclusive("interlock_drafter", engine=engine)
     if drafter is not None:
-        scheduler.drafter = check(drafter[1], Drafter, drafter[0])
+        name, thing = drafter
+        scheduler.drafter = noted(check(thing, Drafter, name), Drafter, name)
 
 
 def _objects(engine: Engine, hook: str, protocol: type[Any]) -> list[tuple[str, Any]]:
     answers = engine.plugins.each(hook, engine=engine)
-    return [(name, check(thing, protocol, name)) for name, thing in answers]
+    return [(name, noted(check(thing, protocol, name), protocol, name)) for name, thing in answers]
 
 
 def describe(engine: Engine, seconds: float) -> EngineInfo:

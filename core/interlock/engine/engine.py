@@ -10,10 +10,10 @@ from interlock.engine import build
 from interlock.engine.batch import Plan
 from interlock.engine.hooks import WarmHooks
 from interlock.engine.outputs import EngineStats, Output, StepStats, TextStream
-from interlock.engine.request import Request
+from interlock.engine.request import Request, check_token_ids
 from interlock.engine.sampler import RowResult, Sampler
 from interlock.engine.scheduler import Scheduler
-from interlock.errors import EngineDeadError, RequestError, describe_error
+from interlock.errors import EngineDeadError, describe_error
 from interlock.plugins import PluginReport, Plugins, configure, stderr_line
 from interlock.settings import Settings
 
@@ -83,12 +83,7 @@ class Engine:
         """Queue a request. Raises RequestError naming the field, or QueueFullError."""
         vocab_size = self.runner.geometry.vocab_size
         request.params.validate(vocab_size)
-        for token in request.prompt_token_ids:
-            if not 0 <= token < vocab_size:
-                raise RequestError(
-                    f"prompt: token id {token} is out of vocabulary (0 to {vocab_size - 1})",
-                    param="prompt",
-                )
+        check_token_ids("prompt", request.prompt_token_ids, vocab_size)
         self._set_deadline(request)
         if self.tokenizer is not None:
             request.text = self._text_stream(request, self.tokenizer)

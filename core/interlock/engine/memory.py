@@ -1,4 +1,4 @@
-"""Block tables of requests: growing them, sharing blocks, and copying shared ones before a write."""
+"""Block tables of requests: growing them, sharing blocks, copying shared ones before a write."""
 
 from __future__ import annotations
 
@@ -34,43 +34,45 @@ class Memory:
         shared = [i for i in range(first, len(table)) if self.pool.references(table[i]) > 1]
         return max(0, blocks_for(end, self.block_size) - len(table)), shared
 
-    def grow(
-        self, request: Request, missing: int, shared: list[int], copies: list[tuple[int, int]]
-    ) -> None:
-        """Make tokens up to the planned end writable; the caller has made room."""
+    def grow(self, request: Request, end: int, copies: list[tuple[int, int]]) -> bool:
+        """Make tokens up to ``end`` writable. False, with nothing changed, if there is no room."""
+        missing, shared = self.needs(request, end)
+        if not self.has_free(missing + len(shared)):
+            # What plugins gave back may have been these blocks: then they need no copy.
+            missing, shared = self.needs(request, end)
+            if self.pool.num_free < missing + len(shared):
+                return False
         for index, target in zip(shared, self.pool.allocate(len(shared)), strict=True):
             source = request.block_table[index]
             copies.append((source, target))
             request.block_table[index] = target
             self.pool.drop([source])
         request.block_table.extend(self.pool.allocate(missing))
+        return True
 
     def place(
-        self,
-        request: Request,
-        blocks: Sequence[int],
-        start: int,
-        end: int,
-        reserve: int,
-        copies: list[tuple[int, int]],
+        self, request: Request, table: Sequence[int | None], start: int, end: int, reserve: int
     ) -> bool:
-        """A table of shared ``blocks`` (tokens up to ``start``) and new ones up to ``end``.
+        """A block table: ``table`` (tokens up to ``start``), None replaced, and more up to ``end``.
 
-        Takes references on ``blocks``. False, with nothing taken, unless ``reserve`` more blocks
-        stay free: room for running requests to grow, or admission would only preempt them.
+        Takes references on the blocks of ``table``. False, with nothing taken, unless ``reserve``
+        more blocks stay free: room for running requests to grow, or admission would only preempt
+        them. A shared block that ``start`` lies in is copied later, by `grow`.
         """
-        partial = [len(blocks) - 1] if len(blocks) > start // self.block_size else []
-        missing = blocks_for(end, self.block_size) - len(blocks)
-        self.pool.take(blocks)
+        shared = [block for block in table if block is not None]
+        missing = blocks_for(end, self.block_size) - len(shared)
+        copied = bool(start % self.block_size and table[-1] is not None)
+        self.pool.take(shared)
         placed = False
         try:
-            placed = self.has_free(missing + len(partial) + reserve)
+            placed = self.has_free(missing + copied + reserve)
         finally:
             if not placed:
-                self.pool.drop(blocks)
+                self.pool.drop(shared)
         if placed:
-            request.block_table = list(blocks)
-            self.grow(request, missing, partial, copies)
+            fresh = self.pool.allocate(missing)
+            given = [fresh.pop(0) if block is None else block for block in table]
+            request.block_table = given + fresh
         return placed
 
     def free(self, request: Request) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -85,7 +85,7 @@ class SamplingParams:
                 _in_range(name, value, low, high)
         _check_stops(self.stop)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            _check_token_ids(name, getattr(self, name), vocab_size)
+            check_token_ids(name, getattr(self, name), vocab_size)
         for token, bias in self.logit_bias.items():
             _in_range(f"logit_bias[{token}]", bias, -100.0, 100.0)
 
@@ -123,7 +123,8 @@ def _check_stops(stops: tuple[str, ...]) -> None:
         raise RequestError(f"a stop string has at most {MAX_STOP_LENGTH} characters", param="stop")
 
 
-def _check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
+def check_token_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    """Raise RequestError naming the first id that is no token of the vocabulary."""
     for token in ids:
         if not 0 <= token < vocab_size:
             raise RequestError(

@@ -39,18 +39,19 @@ class ModelRunner:
             torch.set_num_threads(engine.threads)
         self.device = pick_device(engine.device)
         self.dtype, self.dtype_reason = pick_dtype(engine.dtype, self.device)
-        self.model = self._load(settings, plugins, progress or _silent)
+        self.model = self._load(settings, plugins, progress)
         self.block_size = engine.block_size
         self.geometry = self._allocate(engine)
 
-    def _load(self, settings: Settings, plugins: Plugins, progress: Progress) -> Any:
+    def _load(self, settings: Settings, plugins: Plugins, progress: Progress | None) -> Any:
         from interlock.models.registry import build_model
         from interlock.weights.config import load_config
         from interlock.weights.resolve import resolve
 
         started = time.monotonic()
         self.files = resolve(settings.engine.model)
-        self.config = load_config(self.files)
+        models = plugins.merged("interlock_models")
+        self.config = load_config(self.files, models)
         overrides = plugins.merged("interlock_kernels", device=self.device, dtype=self.dtype)
         self.ops = ops.build(self.device, self.dtype, overrides)
         self.load_seconds["prepare"] = time.monotonic() - started
@@ -60,7 +61,7 @@ class ModelRunner:
             self.config,
             ops=self.ops,
             linear_method=_linear_methods(plugins),
-            extra_models=plugins.merged("interlock_models"),
+            extra_models=models,
             dtype=self.dtype,
             device=self.device,
             batch_invariant=settings.engine.batch_invariant,
@@ -101,16 +102,12 @@ class ModelRunner:
         return int(self.model.cache_bytes_per_block(self.block_size)) // self.block_size
 
 
-def _silent(what: str, share: float) -> None:
-    return None
-
-
 def _linear_methods(plugins: Plugins) -> Callable[..., Any]:
     """The exclusive hook as a function of a layer's description; checks what it returns."""
     from interlock.extension import LinearMethod
 
     if not plugins.implementations("interlock_linear_method"):
-        return lambda **layer: None
+        return lambda **_: None
 
     def choose(**layer: Any) -> Any:
         answer = plugins.exclusive("interlock_linear_method", **layer)
@@ -126,7 +123,7 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"engine.device: {name!r} is no device; use cpu, cuda or cuda:N") from None
+        raise ConfigError(f"engine.device: no device {name!r}; use cpu, cuda or cuda:N") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("engine.device: this torch finds no CUDA device; use cpu")
     if device.type not in ("cpu", "cuda"):

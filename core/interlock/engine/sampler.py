@@ -74,16 +74,17 @@ class Sampler:
 
     def _choose(self, row: Row, logits: Tensor, greedy: list[int], result: RowResult) -> None:
         """Walk over the drafts; the first token that differs from its draft is the last."""
-        params = row.request.params
+        params, drafts = row.request.params, row.draft_tokens
         plain = params.greedy and not self._reshapes(row.request)
         if params.logprobs is not None:
             result.logprobs = []
-        for offset, raw in enumerate(logits):
-            token = greedy[offset] if plain else self._sample(row, offset, raw)
+        for offset, likeliest in enumerate(greedy):
+            token = likeliest if plain else self._sample(row, offset, logits[offset])
             result.accepted.append(token)
-            if result.logprobs is not None and params.logprobs is not None:
-                result.logprobs.append(token_logprob(raw, token, params.logprobs))
-            if offset < len(row.draft_tokens) and token != row.draft_tokens[offset]:
+            if result.logprobs is not None:
+                entry = token_logprob(logits[offset], token, params.logprobs or 0)
+                result.logprobs.append(entry)
+            if offset < len(drafts) and token != drafts[offset]:
                 return
 
     def _reshapes(self, request: Request) -> bool:
@@ -131,8 +132,8 @@ def reshape(
         logits[seen] = torch.where(values > 0, values / scale, values * scale)
     output = context[num_prompt_tokens:]
     if output and (params.presence_penalty or params.frequency_penalty):
-        ids, counts = torch.tensor(output, device=logits.device).unique(return_counts=True)
-        logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
+        counts = torch.bincount(torch.tensor(output), minlength=len(logits)).to(logits.device)
+        logits -= params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
     for token, bias in params.logit_bias.items():
         # OpenAI: 100 and -100 mean exclusive selection and a ban, whatever the logits are.
         logits[token] = -torch.inf if bias <= -100 else logits[token] + bias

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from interlock.cache import sources
 from interlock.cache.blocks import blocks_for
 from interlock.cache.ledger import Ledger
-from interlock.cache.sources import chain
 from interlock.engine import stopping
 from interlock.engine.batch import Plan, Row, order_key
 from interlock.engine.memory import Memory
@@ -268,13 +268,11 @@ class Scheduler:
 
     def _grow(self, request: Request, end: int, plan: Plan, budget: Budget) -> bool:
         """Blocks for tokens up to ``end``, preempting lesser requests if needed."""
-        missing, shared = self.memory.needs(request, end)
-        while not self.memory.has_free(missing + len(shared)):
+        while not self.memory.grow(request, end, plan.copies):
             victim = max(self.running, key=rank)
             if rank(victim) <= rank(request):
                 return False
             self._preempt(victim, plan, budget)
-        self.memory.grow(request, missing, shared, plan.copies)
         return True
 
     def _preempt(self, request: Request, plan: Plan, budget: Budget) -> None:
@@ -283,6 +281,8 @@ class Scheduler:
             if row.request is request:
                 budget.charge(-row.num_tokens, -self._slots(request))
         plan.rows = [row for row in plan.rows if row.request is not request]
+        # Its blocks may get another owner in this very plan, who must not receive its copies.
+        plan.copies = [c for c in plan.copies if c[1] not in request.block_table]
         self._requeue(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -301,26 +301,37 @@ class Scheduler:
 
     def _admit(self, request: Request, plan: Plan, budget: Budget) -> bool:
         """Move a waiting request to running. False if there is no room for it yet."""
-        found = chain([s for _, s in self.sources], request, self.memory.block_size)
-        start = sum(match.num_tokens for match in found)
-        end = self._clip(request, start, budget)
-        blocks = [block for match in found for block in match.blocks]
-        reserve = len(self.running)
-        if end <= start or not self.memory.place(
-            request, blocks, start, end, reserve, plan.copies
-        ):
-            return False
+        shares = sources.chain(self.sources, request, self.memory.block_size)
+        room = self._place(request, shares, budget)
+        if room is False and shares and not self.running:
+            # What it shares may be all that fills the memory: then sharing nothing frees it.
+            shares = sources.nothing(shares)
+            room = self._place(request, shares, budget)
+        if not room:
+            # Skipped by a limit (None): nobody behind it has to wait for that.
+            return room is None
         self.waiting.remove(request)
         self.running.append(request)
         request.status = Status.RUNNING
-        request.num_computed_tokens = start
+        request.num_computed_tokens = start = shares[-1].stop if shares else 0
         request.num_cached_tokens = max(request.num_cached_tokens, start)
         self.num_cached_tokens += start
-        for (_, source), match in zip(self.sources, found, strict=True):
-            source.settle(request, match.num_tokens)
+        for share in shares:
+            share.source.settle(request, share.start, share.match.num_tokens)
         if not request.holds:
-            self._append_row(request, start, end, plan, budget)
+            self._extend(request, plan, budget)
         return True
+
+    def _place(
+        self, request: Request, shares: Sequence[sources.Share], budget: Budget
+    ) -> bool | None:
+        """Memory for the shares and the tokens after them; None if a limit allows no token now."""
+        start = shares[-1].stop if shares else 0
+        end = self._clip(request, start, budget)
+        if end <= start:
+            return None
+        table = sources.table(shares, self.memory.block_size)
+        return self.memory.place(request, table, start, end, len(self.running))
 
     # -- results -------------------------------------------------------------------------------
 

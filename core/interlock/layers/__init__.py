@@ -1,0 +1,1 @@
+"""Building blocks of models: linear, norm, rotary embedding, attention, MLP."""

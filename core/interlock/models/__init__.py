@@ -1,0 +1,1 @@
+"""Model definitions, and the registry that maps architecture names to them."""

@@ -1,0 +1,63 @@
+"""Which class runs which architecture, and how a model is built and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from interlock.errors import PluginError, WeightsError
+from interlock.models.llama import LlamaModel
+from interlock.ops import OpTable
+from interlock.weights.config import ModelConfig
+from interlock.weights.source import open_weights
+
+if TYPE_CHECKING:
+    from interlock.weights.resolve import ModelFiles
+
+MODELS: Final[Mapping[str, type[Any]]] = {
+    "LlamaForCausalLM": LlamaModel,
+    "MistralForCausalLM": LlamaModel,
+    "Qwen2ForCausalLM": LlamaModel,
+    "Qwen3ForCausalLM": LlamaModel,
+}
+
+
+def merged_models(extra: Mapping[str, type[Any]]) -> dict[str, type[Any]]:
+    """The core's models and those of plugins; a name that both have is a `PluginError`."""
+    both = sorted(MODELS.keys() & extra.keys())
+    if both:
+        raise PluginError(f"a plugin's model {both[0]!r} has the name of one of the core's models")
+    return {**MODELS, **extra}
+
+
+def build_model(
+    files: ModelFiles,
+    config: ModelConfig,
+    *,
+    ops: OpTable,
+    linear_method: Callable[..., Any],
+    extra_models: Mapping[str, type[Any]],
+    dtype: torch.dtype,
+    device: torch.device,
+    batch_invariant: bool = False,
+    progress: Callable[[str, float], None] | None = None,
+) -> Any:
+    """Build the model that ``config`` describes and load its weights.
+
+    Everything that can be wrong with the files is found before the first weight is read; errors
+    are `WeightsError`.
+    """
+    models = merged_models(extra_models)
+    if config.architecture not in models:
+        raise WeightsError(
+            f"{files.path}: architecture {config.architecture!r} is not supported; "
+            f"supported: {', '.join(sorted(models))}"
+        )
+    model = models[config.architecture](
+        config, ops, linear_method, dtype, device, batch_invariant=batch_invariant
+    )
+    with open_weights(files, config) as source:
+        model.load(source, progress)
+    return model

@@ -1,0 +1,76 @@
+"""The op table: every kernel that a model's forward pass calls, replaceable one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from interlock.errors import PluginError
+from interlock.ops import torch_ops
+
+OPS = tuple(torch_ops.OPS)
+
+
+@attrs.define(slots=True, eq=False)
+class OpTable:
+    """The implementations in use. Shapes and meanings are those of `interlock.ops.reference`."""
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    silu_mul: Callable[[Tensor], Tensor]
+    rope_store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
+    attention: Callable[[Tensor, Tensor, Tensor, Any, float], Tensor]
+    choices: dict[str, str]
+    """Which implementation of each op runs, and why."""
+    dtype: torch.dtype
+
+    def prepare(self, heads: int, kv_heads: int, head_dim: int) -> None:
+        """Compile what depends on a model's shape, so that the first step needn't."""
+        prepare = getattr(self.attention, "prepare", None)
+        if prepare is not None:
+            prepare(self.dtype, heads, kv_heads, head_dim)
+
+
+def build(
+    device: torch.device,
+    dtype: torch.dtype,
+    overrides: Mapping[tuple[str, str], Callable[..., Any]],
+) -> OpTable:
+    """Choose an implementation of every op for ``device`` and ``dtype``.
+
+    ``overrides`` has plugins' implementations by (op, device type) and wins; an unknown op in it
+    is a `PluginError`. On a CPU numba kernels are used where they can be, else torch.
+    """
+    ops, how = _core(device, dtype)
+    choices = dict.fromkeys(OPS, how)
+    for (op, kind), function in overrides.items():
+        if op not in OPS:
+            raise PluginError(f"a plugin has a kernel for {op!r}; ops are {', '.join(OPS)}")
+        if kind == device.type:
+            ops[op] = function
+            choices[op] = f"plugin ({getattr(function, '__module__', type(function).__module__)})"
+    return OpTable(**ops, choices=choices, dtype=dtype)
+
+
+def _core(device: torch.device, dtype: torch.dtype) -> tuple[dict[str, Any], str]:
+    if device.type != "cpu":
+        return dict(torch_ops.OPS), f"torch: the device is {device.type}"
+    problem = kernel_problem(dtype)
+    if problem is not None:
+        return dict(torch_ops.OPS), f"torch: {problem}"
+    from interlock.ops import cpu_ops
+
+    return cpu_ops.build(dtype)
+
+
+def kernel_problem(dtype: torch.dtype) -> str | None:
+    """Why the CPU kernels can't run for ``dtype`` on this machine, or None."""
+    try:
+        from interlock.ops import cpu_ops
+    except (ImportError, OSError) as error:
+        return f"numba can't be used ({error})"
+    return cpu_ops.unusable(dtype)

@@ -1,0 +1,202 @@
+"""Text to tokens and back in the HTTP process, in threads so that no request blocks another."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+import attrs
+
+from interlock.engine.outputs import EngineInfo
+from interlock.errors import QueueFullError, RequestError
+from interlock.settings import Settings
+
+ENCODE_THREADS = 2
+SLACK_CHARACTERS = 4096
+
+_RESERVED = ("self", "messages", "tools", "add_generation_prompt")
+
+T = TypeVar("T")
+
+
+class TokenizerLike(Protocol):
+    """What the server needs of `interlock.tokenizer.Tokenizer`."""
+
+    vocab_size: int
+    special_ids: frozenset[int]
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+    def id_to_token(self, id: int) -> str | None: ...
+    def token_bytes(self, id: int) -> bytes: ...
+
+
+class TemplateLike(Protocol):
+    """What the server needs of `interlock.chat.ChatTemplate`."""
+
+    source: str
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str: ...
+
+
+@attrs.frozen
+class Prompt:
+    """Token ids, and the text that ``echo`` gives back."""
+
+    ids: list[int]
+    text: str
+
+
+class Frontend:
+    """Tokenizer and chat template of the served model."""
+
+    def __init__(self, tokenizer: TokenizerLike, template: TemplateLike | None, name: str) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.model_name = name
+        self.vocab_size = tokenizer.vocab_size
+        self.max_model_len = 0
+        self.fingerprint = ""
+        self._pool = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="encode")
+        self._places = threading.Semaphore(0)
+
+    def open(self, info: EngineInfo, places: int) -> None:
+        """Take over what the engine says of itself; at most ``places`` prompts wait in `run`."""
+        self.max_model_len = info.max_model_len
+        self.vocab_size = info.vocab_size
+        self.fingerprint = info.fingerprint
+        self._places = threading.Semaphore(places)
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token: a bound on what one position of the context can hold."""
+        ids = range(self.tokenizer.vocab_size)
+        return max((len(self.tokenizer.token_bytes(i)) for i in ids), default=1) or 1
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """``work`` in one of the threads. Raises QueueFullError beyond the queue's bound."""
+        places = self._places
+        if not places.acquire(blocking=False):
+            raise QueueFullError("too many prompts wait for tokenization")
+        future = self._pool.submit(work)
+        # Not in a finally: a request that is cancelled leaves its thread running.
+        future.add_done_callback(lambda _: places.release())
+        return await asyncio.wrap_future(future)
+
+    def encode(self, text: str, *, add_special_tokens: bool, truncate: int | None = None) -> Prompt:
+        """Tokens of ``text``; hopelessly long text is refused before it costs any work."""
+        limit = self.max_model_len * self.longest_token + SLACK_CHARACTERS
+        if truncate is None and len(text) > limit:
+            raise RequestError(
+                f"the prompt has {len(text)} characters; the context of {self.max_model_len} "
+                f"tokens holds at most {limit}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return Prompt(ids, text)
+
+    def check_ids(self, ids: Sequence[int], param: str = "prompt") -> None:
+        """Raise RequestError if an id is not a row of the embedding table."""
+        if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
+            bad = next(i for i in ids if not 0 <= i < self.vocab_size)
+            raise RequestError(
+                f"{param}: token id {bad} is out of vocabulary (0 to {self.vocab_size - 1})",
+                param=param,
+            )
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool | None,
+        continue_final_message: bool,
+        tools: list[dict[str, Any]] | None,
+        kwargs: dict[str, Any] | None,
+    ) -> str:
+        """The conversation as text. Raises RequestError if the template cannot render it."""
+        template = self._template(tools, kwargs)
+        if add_generation_prompt and continue_final_message:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other",
+                param="continue_final_message",
+            )
+        generation = not continue_final_message and add_generation_prompt is not False
+        text = template.render(
+            messages, add_generation_prompt=generation, tools=tools, **(kwargs or {})
+        )
+        return _cut_after_final(text, messages) if continue_final_message else text
+
+    def _template(
+        self, tools: list[dict[str, Any]] | None, kwargs: dict[str, Any] | None
+    ) -> TemplateLike:
+        if self.template is None:
+            raise RequestError(
+                "this model has no chat template; start the server with "
+                "--set engine.chat_template=FILE, or use /v1/completions",
+                param="messages",
+                code="no_chat_template",
+            )
+        if tools and "tools" not in self.template.source:
+            raise RequestError("tools: the model's chat template does not know them", param="tools")
+        for name in kwargs or {}:
+            if name in _RESERVED or not name.isidentifier():
+                raise RequestError(
+                    f"chat_template_kwargs: {name[:80]!r} cannot be set",
+                    param="chat_template_kwargs",
+                )
+        return self.template
+
+    @functools.lru_cache(maxsize=65536)  # noqa: B019 - one front end lives as long as the process
+    def token_text(self, token_id: int) -> tuple[str, bytes]:
+        """A token as text and bytes; special tokens show their name."""
+        raw = self.tokenizer.token_bytes(token_id)
+        if not raw:
+            raw = (self.tokenizer.id_to_token(token_id) or "").encode()
+        return raw.decode("utf-8", "replace"), raw
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _cut_after_final(text: str, messages: list[dict[str, Any]]) -> str:
+    final = messages[-1].get("content") or ""
+    if messages[-1].get("role") != "assistant" or not final.strip():
+        raise RequestError(
+            "continue_final_message needs a last assistant message with text",
+            param="continue_final_message",
+        )
+    # Templates may strip a message; what is continued then ends where the stripped text ends.
+    for candidate in (final, final.rstrip(), final.strip()):
+        place = text.rfind(candidate)
+        if place >= 0:
+            return text[: place + len(candidate)]
+    raise RequestError(
+        "the chat template does not keep the last message", param="continue_final_message"
+    )
+
+
+def load_frontend(settings: Settings) -> Frontend:
+    """Find the model's files (fetching them on first use) and read tokenizer and template."""
+    from interlock.chat import ChatTemplate
+    from interlock.cli.console import progress_bars
+    from interlock.tokenizer import Tokenizer
+    from interlock.weights.resolve import resolve
+
+    with progress_bars() as bars:
+        name = settings.engine.model
+        files = resolve(name, progress=bars.download(name) if bars else None)
+    template = ChatTemplate.load(files, settings.engine.chat_template)
+    name = settings.engine.served_model_name or files.name
+    return Frontend(Tokenizer.load(files), template, name)
