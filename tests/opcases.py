@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import attrs
 import torch
+from torch import Tensor
+
 from interlock.engine.batch import Batch, Partition, Span
 from interlock.weights.source import TensorInfo
-from torch import Tensor
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float32)
@@ -32,7 +34,7 @@ def of_tables(verify: Rows, decode: Rows, prefill: Rows, tables: list[list[int]]
     lengths, context = [n for n, _ in rows], [c for _, c in rows]
     starts = [sum(lengths[:i]) for i in range(len(rows) + 1)]
     ends = (0, len(verify), len(verify) + len(decode), len(rows))
-    spans = [Span(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    spans = [Span(a, b) for a, b in pairwise(ends)]
     parts = [Partition(s, Span(starts[s.start], starts[s.stop])) for s in spans]
     width = max((len(t) for t in tables), default=0)
     nothing = torch.zeros(sum(lengths), dtype=torch.int64)

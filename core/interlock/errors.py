@@ -57,6 +57,10 @@ class EngineDeadError(InterlockError):
 
 def describe_error(error: BaseException) -> str:
     """One line for a client: type, message and plugin notes, without a traceback."""
+    return f"{type(error).__name__}: {with_notes(error)}"[:500]
+
+
+def with_notes(error: BaseException) -> str:
+    """The message, and which plugin and hook it came from."""
     notes = "; ".join(getattr(error, "__notes__", ()))
-    text = f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
-    return text[:500]
+    return f"{error} ({notes})" if notes else str(error)

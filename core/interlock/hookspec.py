@@ -46,6 +46,7 @@ WARM = frozenset(
         "interlock_kv_committed",
         "interlock_reclaim",
         "interlock_requests_finished",
+        "interlock_requests_preempted",
         "interlock_step_done",
     }
 )
@@ -280,6 +281,20 @@ def interlock_requests_finished(engine: Engine, requests: Sequence[Request]) -> 
 
 
 @hookspec
+def interlock_requests_preempted(engine: Engine, requests: Sequence[Request]) -> None:
+    """These requests have lost their memory and wait to be admitted, and settled, again.
+
+    Their block tables are empty already; a plugin that still writes to their blocks has its own
+    references on them.
+
+    :param engine: after a plan is made, before its forward pass.
+    :param requests: in the order in which they were preempted.
+
+    **Called**: warm, at most once per step.
+    """
+
+
+@hookspec
 def interlock_step_done(engine: Engine, stats: StepStats) -> None:
     """A step is complete.
 
@@ -287,6 +302,17 @@ def interlock_step_done(engine: Engine, stats: StepStats) -> None:
     :param stats: what the step did and how long its parts took.
 
     **Called**: warm, last in each step that computed anything.
+    """
+
+
+@hookspec
+def interlock_close(engine: Engine) -> None:
+    """The engine ends: stop threads, close sockets and files, drop references.
+
+    :param engine: idle; all its requests have ended.
+
+    **Called**: cold, once, by `Engine.close`; an exception is logged and keeps nobody else from
+    closing.
     """
 
 

@@ -10,6 +10,7 @@ import difflib
 import functools
 import importlib.metadata
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ import pluggy
 
 from interlock import extension, hookspec
 from interlock.errors import InterlockError, PluginError
+
+log = logging.getLogger("interlock")
 
 GROUP = "interlock.plugins"
 
@@ -160,6 +163,14 @@ class Plugins:
             if answer is not None:
                 answers.append((plugin, answer))
         return answers
+
+    def close(self, engine: Any) -> None:
+        """Let every plugin close what it has opened, whatever the others do."""
+        for plugin, function, names in self.implementations("interlock_close"):
+            try:
+                function(*[engine] * len(names))
+            except Exception:
+                log.exception("plugin %r failed in interlock_close", plugin)
 
     def exclusive(self, hook: str, **arguments: Any) -> tuple[str, Any] | None:
         """The one answer to a ``firstresult`` hook; two of them are an error with both names."""

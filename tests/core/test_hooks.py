@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import ClassVar
 
 import attrs
 import httpx
@@ -23,6 +24,7 @@ from interlock.settings import EngineSettings, Settings, load_settings, option
 from plugins_for_tests import Base, Bias, LookupDrafter, StrideLimit
 from server.harness import serving
 from sim import (
+    VOCAB,
     SimPlugin,
     SimRunner,
     expected_tokens,
@@ -462,6 +464,22 @@ def test_hook_counters():
     assert report.counters["steps_total"] == 3.0
 
 
+@pytest.mark.parametrize("answer", [None, {"x": "many"}, 3])
+def test_hook_counters_that_fail_are_logged_and_end_nothing(answer, caplog):
+    class Counts(Base):
+        @hookimpl
+        def interlock_counters(self):
+            if answer is None:
+                raise RuntimeError("lost count")
+            return answer
+
+    engine = sim_engine(plugins={"mine": Counts()})
+    assert engine.stats().plugin_counters == {}
+    assert "no plugin counters" in caplog.text
+    engine.add(request("r", [1], greedy(3)))
+    assert tokens_of(run(engine)["r"]) == expected_tokens([1], 3)
+
+
 # -- warm ----------------------------------------------------------------------------------------
 
 
@@ -494,6 +512,11 @@ class Warm(Base):
         held = [bool(request.block_table) for request in requests]
         names = [(r.id, r.finish_reason) for r in requests]
         self.calls.append(("requests_finished", names, held))
+
+    @hookimpl
+    def interlock_requests_preempted(self, engine, requests):
+        assert not any(request.block_table for request in requests)
+        self.calls.append(("requests_preempted", [r.id for r in requests]))
 
     @hookimpl
     def interlock_step_done(self, engine, stats):
@@ -592,6 +615,64 @@ def test_hook_requests_finished():
     ]
 
 
+def test_hook_requests_preempted():
+    """After the plan that took their memory, all of a step together, in order."""
+    warm = Warm()
+    engine = sim_engine(SimRunner(num_blocks=6, block_size=4), plugins={"warm": warm})
+    for name in "abc":
+        engine.add(request(name, [1, 2, 3, 4, 5], greedy(9)))
+    outputs = run(engine)
+    preempted = [name for (names,) in warm.of("requests_preempted") for name in names]
+    assert preempted
+    assert len(preempted) == engine.stats().preemptions_total
+    assert "a" not in preempted
+    steps = [call[0] for call in warm.calls]
+    assert steps[steps.index("requests_preempted") + 1] in ("kv_committed", "requests_finished")
+    for name in "abc":
+        assert tokens_of(outputs[name]) == expected_tokens([1, 2, 3, 4, 5], 9)
+
+
+def test_hook_close(caplog):
+    """Once, when all requests have ended; one plugin's failure keeps nobody from closing."""
+
+    class Closes(Base):
+        closed: ClassVar[list] = []
+
+        @hookimpl
+        def interlock_close(self, engine):
+            self.closed.append([len(engine.scheduler.requests), engine.stats().kv_usage])
+
+    class Breaks(Base):
+        @hookimpl
+        def interlock_close(self):
+            raise OSError("socket is gone")
+
+    engine = sim_engine(plugins={"breaks": Breaks(), "closes": Closes()})
+    engine.add(request("r", [1, 2], greedy(20)))
+    engine.step()
+    engine.close()
+    assert Closes.closed == [[0, 0.0]]
+    assert "'breaks' failed in interlock_close" in caplog.text
+
+
+def test_a_drafter_that_fails_for_one_request_ends_that_one():
+    class Fragile(LookupDrafter):
+        def propose(self, requests):
+            if any(r.id == "bad" for r in requests):
+                raise ValueError("cannot draft")
+            return [[VOCAB] if r.id == "far" else [] for r in requests]
+
+    engine = sim_engine(plugins={"fragile": Fragile(slots=0)})
+    for name in ("a", "bad", "far", "b"):
+        engine.add(request(name, [1, 2], greedy(4)))
+    outputs = run(engine)
+    assert "cannot draft" in outputs["bad"][-1].error
+    assert "plugin 'fragile'" in outputs["bad"][-1].error
+    assert "64 is out of vocabulary" in outputs["far"][-1].error
+    for name in "ab":
+        assert tokens_of(outputs[name]) == expected_tokens([1, 2], 4)
+
+
 def test_hook_step_done():
     """Last in each step that computed something, with what it did."""
     warm = Warm()
@@ -607,6 +688,7 @@ def test_hook_step_done():
 
 ROUTES = """
 import sys
+from typing import ClassVar
 from interlock.hookspec import hookimpl
 from sanic.response import json
 
@@ -684,6 +766,10 @@ class Everything(SimPlugin):
         pass
 
     @hookimpl
+    def interlock_requests_preempted(self, requests):
+        pass
+
+    @hookimpl
     def interlock_step_done(self, stats):
         pass
 
@@ -702,6 +788,7 @@ step 1    kv_committed all
 step 1    step_done all
 step 2    poll all
 step 2    reclaim all
+step 2    requests_preempted all
 step 2    kv_committed all
 step 2    step_done all
 step 3    poll all

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from interlock import ops
 from interlock.ops import reference, torch_ops
 from opcases import CPU, TOLERANCE, batch, caches, error, of_tables, random

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+
 from interlock.ops import cpu_probe
 
 
@@ -56,7 +57,7 @@ def test_a_measurement_is_kept(monkeypatch, cache):
     monkeypatch.setattr(cpu_probe, "cpu_model", lambda: "another CPU")
     cpu_probe.pick_dtype()
     assert len(calls) == 3
-    assert list(json.loads(cache.read_text()))[0].startswith("another CPU | torch ")
+    assert next(iter(json.loads(cache.read_text()))).startswith("another CPU | torch ")
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from interlock import ops
 from interlock.ops import reference
 from opcases import CPU, TOLERANCE, error, random
@@ -62,7 +63,9 @@ def test_silu_mul_at_the_extremes(dtype):
     assert torch.allclose(got.double(), wanted, rtol=8e-3, atol=1e-20, equal_nan=True)
 
 
-@pytest.mark.parametrize(("heads", "groups", "dim"), [(9, 3, 64), (4, 4, 80), (8, 1, 128), (1, 1, 6)])
+@pytest.mark.parametrize(
+    ("heads", "groups", "dim"), [(9, 3, 64), (4, 4, 80), (8, 1, 128), (1, 1, 6)]
+)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_rope_store(dtype, tokens, heads, groups, dim):
     qkv = random(tokens, (heads + 2 * groups) * dim, dtype=dtype)

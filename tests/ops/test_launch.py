@@ -38,7 +38,7 @@ def test_kernels_run_on_as_many_threads_as_torch(threads):
 
 
 def test_without_openmp_one_thread_does_the_work(monkeypatch):
-    monkeypatch.setattr(launch, "_openmp_libraries", lambda: [])
+    monkeypatch.setattr(launch, "_openmp_libraries", list)
     alone = launch.Team()
     assert alone.size == 1
     assert alone.reason.startswith("one thread")
@@ -107,7 +107,9 @@ def test_compiled_code_is_kept_between_processes_and_follows_the_source(tmp_path
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
 
     def files(extra: str) -> int:
-        subprocess.run([sys.executable, "-c", code, extra], check=True, timeout=240, env=environment)
+        subprocess.run(
+            [sys.executable, "-c", code, extra], check=True, timeout=240, env=environment
+        )
         return len(list(tmp_path.rglob("*.nbc")))
 
     first = files("0")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from interlock.layers.linear import (
     FEW_ROWS,
     Dense,
@@ -11,6 +12,7 @@ from interlock.layers.linear import (
     PackedGroups,
     split_blocks,
 )
+from interlock.ops import kernel_problem
 from opcases import CPU, FakeWeight, error, random
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 33)
@@ -34,9 +36,7 @@ def wanted(x, parts, bias=None):
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize(("sizes", "inputs"), [((64, 128), 32), ((5, 70), 36), ((1,), 576)])
 def test_dense_weights(any_dtype, invariant, sizes, inputs):
-    parts = [
-        FakeWeight.plain(random(n, inputs, seed=n).to(any_dtype).float()) for n in sizes
-    ]
+    parts = [FakeWeight.plain(random(n, inputs, seed=n).to(any_dtype).float()) for n in sizes]
     bias = random(sum(sizes), seed=5)
     linear = layer(parts, any_dtype, bias=bias, batch_invariant=invariant)
     for rows in (*ROWS, 200):
@@ -117,13 +117,18 @@ def test_batch_invariant_rows(any_dtype, inputs):
     assert torch.equal(linear(x[order]), whole[order])
 
 
-def test_packed_kernels_are_batch_invariant_each(dtype):
-    if dtype != torch.bfloat16:
-        pytest.skip("blocks are multiplied in bf16 only")
-    method = layer([FakeWeight.quantized(random(130, 64), "Q4_1")], dtype).method
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+def test_the_kernel_for_blocks_is_batch_invariant_too(kind):
+    dtype = torch.bfloat16
+    if kernel_problem(dtype) is not None:
+        pytest.skip("the CPU has no bf16 kernels")
+    part = FakeWeight.quantized(random(130, 64), kind)
+    method = layer([part], dtype).method
     method._few = 1000
     x = random(300, 64, seed=1).to(dtype)
     whole = method.apply(x)
+    assert error(whole, wanted(x, [part])) < ROUNDING[dtype]
+    assert error(whole[192:], wanted(x[192:], [part])) < ROUNDING[dtype]
     for rows in (*ROWS, 193):
         assert torch.equal(method.apply(x[:rows]), whole[:rows])
 
@@ -149,7 +154,8 @@ def test_strided_input_and_no_rows(dtype):
 def test_other_devices_and_dtypes_use_torch():
     meta = torch.device("meta")
     kinds = [(torch.float64, CPU, False, Dense), (torch.float64, CPU, True, FixedRows),
-             (torch.bfloat16, meta, False, Dense), (torch.bfloat16, meta, True, FixedRows)]  # fmt: skip
+             (torch.bfloat16, meta, False, Dense),
+             (torch.bfloat16, meta, True, FixedRows)]  # fmt: skip
     for kind, device, invariant, expected in kinds:
         linear = Linear("l", 8, [4], lambda **_: None, dtype=kind, device=device,
                         batch_invariant=invariant)  # fmt: skip

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+
 from interlock import ops
 from interlock.errors import PluginError
 from interlock.ops import reference, torch_ops
@@ -30,7 +31,7 @@ def test_overrides_replace_single_ops(dtype):
 
 
 def test_an_override_of_an_unknown_op_is_refused():
-    with pytest.raises(PluginError, match="'atention'; ops are rms_norm, .*attention"):
+    with pytest.raises(PluginError, match=r"'atention'; ops are rms_norm, .*attention"):
         ops.build(CPU, torch.float32, {("atention", "cpu"): print})
 
 

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from interlock.errors import ConfigError, InterlockError, PluginError
+from interlock.errors import ConfigError, InterlockError, PluginError, with_notes
 
 USAGE_ERRORS = (ConfigError, PluginError)
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return int(code or 0)
     except InterlockError as error:
-        print(f"interlock: error: {error}", file=sys.stderr)
+        print(f"interlock: error: {with_notes(error)}", file=sys.stderr)
         return 2 if isinstance(error, USAGE_ERRORS) else 1
     except KeyboardInterrupt:
         return 130

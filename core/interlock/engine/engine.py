@@ -129,8 +129,13 @@ class Engine:
         return stats
 
     def _counters(self) -> dict[str, dict[str, float]]:
-        answers = self.plugins.each("interlock_counters", engine=self)
-        return {name: {k: float(v) for k, v in counts.items()} for name, counts in answers}
+        try:
+            answers = self.plugins.each("interlock_counters", engine=self)
+            return {name: {k: float(v) for k, v in counts.items()} for name, counts in answers}
+        except Exception as error:
+            # Statistics that cannot be had are no reason to end what runs.
+            log.error("no plugin counters: %s", describe_error(error))
+            return {}
 
     def plugin_report(self) -> list[PluginReport]:
         return self.plugins.reports(self._counters())
@@ -140,6 +145,7 @@ class Engine:
         for request_id in list(self.scheduler.requests):
             self.scheduler.abort(request_id)
         self.scheduler.plan()
+        self.plugins.close(self)
 
     # -- after a step ----------------------------------------------------------------------------
 

@@ -16,12 +16,20 @@ if TYPE_CHECKING:
 class WarmHooks:
     """One attribute per warm hook. Without implementations each is a function that does nothing."""
 
-    __slots__ = ("kv_committed", "poll", "reclaim", "requests_finished", "step_done")
+    __slots__ = (
+        "kv_committed",
+        "poll",
+        "reclaim",
+        "requests_finished",
+        "requests_preempted",
+        "step_done",
+    )
 
     poll: Callable[[], None]
     kv_committed: Callable[[Sequence[tuple[Request, int, int]]], None]
     reclaim: Callable[[int], None]
     requests_finished: Callable[[Sequence[Request]], None]
+    requests_preempted: Callable[[Sequence[Request]], None]
     step_done: Callable[[StepStats], None]
 
     def __init__(self, plugins: Plugins, engine: Engine) -> None:

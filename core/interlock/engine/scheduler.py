@@ -12,13 +12,13 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-import attrs
-
 from interlock.cache import sources
 from interlock.cache.blocks import blocks_for
 from interlock.cache.ledger import Ledger
 from interlock.engine import stopping
 from interlock.engine.batch import Plan, Row, order_key
+from interlock.engine.budget import Budget
+from interlock.engine.drafting import propose
 from interlock.engine.memory import Memory
 from interlock.engine.outputs import Output, final
 from interlock.engine.request import Request, Status
@@ -37,21 +37,6 @@ PROMPT_LOGPROBS_CHUNK = 128
 def rank(request: Request) -> tuple[int, int]:
     """Order of service: lower priority value first, then order of arrival."""
     return request.priority, request.sequence_number
-
-
-@attrs.define(slots=True)
-class Budget:
-    """What is left of a step: target tokens, and input positions including drafting's."""
-
-    tokens: int
-    inputs: int
-
-    def room(self, slots: int) -> int:
-        return min(self.tokens, self.inputs - slots)
-
-    def charge(self, tokens: int, slots: int) -> None:
-        self.tokens -= tokens
-        self.inputs -= tokens + slots
 
 
 class Scheduler:
@@ -83,6 +68,7 @@ class Scheduler:
         self._ended: list[Request] = []
         self._outputs: list[Output] = []
         self._suspects: list[Request] = []
+        self._preempted: list[Request] = []
         self._arrivals = 0
         self._step = 0
 
@@ -189,6 +175,9 @@ class Scheduler:
             self._plan_running(plan, budget)
             self._plan_waiting(plan, budget, preemptions)
         plan.rows.sort(key=order_key)
+        if self._preempted:
+            preempted, self._preempted = self._preempted, []
+            self.hooks.requests_preempted(preempted)
         return plan
 
     def _plan_alone(self, request: Request, plan: Plan, budget: Budget) -> None:
@@ -284,6 +273,7 @@ class Scheduler:
         # Its blocks may get another owner in this very plan, who must not receive its copies.
         plan.copies = [c for c in plan.copies if c[1] not in request.block_table]
         self._requeue(request)
+        self._preempted.append(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
 
@@ -399,9 +389,12 @@ class Scheduler:
         if self.drafter is None:
             return
         ready = [r for r in self.running if not r.is_prefilling and not r.holds]
-        if ready:
-            for request, drafts in zip(ready, self.drafter.propose(ready), strict=True):
-                request.draft_tokens = list(drafts)
+        proposals = propose(self.drafter, ready, self.geometry.vocab_size)
+        for request, drafts in zip(ready, proposals, strict=True):
+            if isinstance(drafts, Exception):
+                self._finish(request, "error", describe_error(drafts))
+            else:
+                request.draft_tokens = drafts
 
     # -- trouble -------------------------------------------------------------------------------
 

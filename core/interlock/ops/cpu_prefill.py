@@ -4,7 +4,7 @@ Keys and values of one KV head are gathered from the pool into panels of 64 keys
 decode reads in place). Then blocks of queries run over the panels with an online softmax,
 skipping panels after the last query. Panels start at multiples of 64 positions, so a token's
 result has the same bits however its prompt was cut into chunks. Measured on two Zen 4 cores,
-1024 tokens, 9 query and 3 KV heads of 64, bf16: a third of the time of torch's fused attention.
+1024 tokens, 9 query and 3 KV heads of 64, bf16: 0.36 of the time of torch's fused attention.
 """
 
 from __future__ import annotations

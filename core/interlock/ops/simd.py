@@ -299,7 +299,8 @@ def first(b: Builder, x: Value) -> Value:
 
 # Minimax fit of 2**f on [-0.5, 0.5] with the constant held at 1, so that exp(0) is exactly 1.
 EXP2 = (1.0, 0.69314698, 0.24022242, 0.055507338, 0.0096715145, 0.00132647)
-LOG2E = 1.4426950408889634
+LOG2E = (1.4426950216293335, 1.9259629911e-8)
+"""log2(e) as a float32 and what that leaves out."""
 
 
 @routine(VEC, VEC)
@@ -308,9 +309,9 @@ def exp(b: Builder, x: Value) -> Value:
     high, low = vector([88.0] * LANES), vector([-87.0] * LANES)
     y = b.select(b.fcmp_ordered("<", x, high), x, high)
     y = b.select(b.fcmp_ordered(">", y, low), y, low)
-    log2e = vector([LOG2E] * LANES)
+    log2e, rest = (vector([part] * LANES) for part in LOG2E)
     whole = call_ir(b, "llvm.rint.v16f32", VF32, b.fmul(y, log2e))
-    part = fma_ir(b, y, log2e, b.fneg(whole))
+    part = fma_ir(b, y, rest, fma_ir(b, y, log2e, b.fneg(whole)))
     value = vector([EXP2[-1]] * LANES)
     for coefficient in EXP2[-2::-1]:
         value = fma_ir(b, value, part, vector([coefficient] * LANES))
