@@ -162,7 +162,8 @@ def test_greedy_and_sampled_rows_in_one_batch_follow_their_own_parameters():
     engine.add(request("top1", [1, 2], params(max_tokens=10, temperature=2, top_k=1)))
     engine.add(request("nucleus", [1, 2], params(max_tokens=10, top_p=1e-6)))
     outputs = run(engine)
-    assert tokens_of(outputs["greedy"]) == tokens_of(outputs["top1"]) == tokens_of(outputs["nucleus"])
+    alike = {tuple(tokens_of(outputs[name])) for name in ("greedy", "top1", "nucleus")}
+    assert len(alike) == 1
 
 
 def test_min_tokens_suppresses_stop_tokens_until_then():

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
 CACHE_LINE = 64
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from interlock.errors import ConfigError, InterlockError, PluginError, with_notes
+from interlock.waiting import limit_spinning
 
 USAGE_ERRORS = (ConfigError, PluginError)
 
@@ -19,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return its exit code."""
     from interlock.cli.parser import parse
 
+    limit_spinning()
     try:
         args = parse(list(sys.argv[1:] if argv is None else argv))
         code = args.run(args)

@@ -164,9 +164,7 @@ class Engine:
         self._stats.add(stats)
         self.hooks.step_done(stats)
 
-    def _step_failed(
-        self, plan: Plan, results: list[RowResult], error: Exception
-    ) -> list[Output]:
+    def _step_failed(self, plan: Plan, results: list[RowResult], error: Exception) -> list[Output]:
         """Find who is to blame: rows of a failed forward run again alone, hooks end what ran."""
         log.error("step failed: %s", describe_error(error), exc_info=error)
         self._failed_steps += 1

@@ -30,6 +30,7 @@ from interlock.engine.request import Request
 from interlock.errors import InterlockError, RequestError
 from interlock.server import wire
 from interlock.settings import Settings
+from interlock.waiting import limit_spinning
 
 HEARTBEAT_S = 0.5
 EXIT_LOAD_FAILED = 1
@@ -232,6 +233,7 @@ def _fail(socket: zmq.Socket[bytes], clients: set[bytes], message: str, status: 
 def main() -> int:
     # The server decides when this process ends; Ctrl-C in a terminal reaches the server alone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    limit_spinning()
     launch: Launch = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our parent
     _watch_parent(sys.stdin.buffer, launch.address)
     return serve(launch)
