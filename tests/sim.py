@@ -8,6 +8,7 @@ changes tokens instead of going unnoticed. `expected_tokens` computes the same w
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -126,15 +127,16 @@ def request(name: str, prompt: list[int], params: SamplingParams | None = None, 
     return Request(name, prompt, params or greedy(), **kw)
 
 
-def run(engine: Engine, limit: int = 10_000) -> dict[str, list[Output]]:
-    """Step until idle, checking memory after every step."""
+def run(engine: Engine, limit: int = 10_000, *, plugins: Any = ()) -> dict[str, list[Output]]:
+    """Step until idle, checking memory after every step; ``plugins`` by name may hold some."""
+    holders = dict(plugins).values()
     outputs: dict[str, list[Output]] = {}
     for _ in range(limit):
         if not engine.has_work():
             return outputs
         for output in engine.step():
             outputs.setdefault(output.request_id, []).append(output)
-        engine.scheduler.check()
+        engine.scheduler.check([plugin.held() for plugin in holders])
     raise AssertionError("the engine does not come to an end")
 
 

@@ -1,7 +1,8 @@
 """Every hook of interlock, in the order in which a process meets them.
 
 A plugin is a class whose methods carry `hookimpl`; it is instantiated once per engine, so its
-state is never shared. It declares ``api_version`` (see `interlock.extension.API_VERSION`). An
+state is never shared, and once more wherever only its settings are read, so ``__init__`` should do
+nothing but set attributes. It declares ``api_version`` (see `interlock.extension.API_VERSION`). An
 implementation takes any subset of a hook's arguments by name and must not give them defaults,
 since pluggy would then never fill them. Plugins are called in ``--plugins`` order.
 

@@ -31,6 +31,12 @@ def option(default: Any, help: str, validator: Any = None) -> Any:
 _positive = v.optional(v.ge(1))
 
 
+def _no_empty_key(_: Any, field: attrs.Attribute[Any], keys: tuple[str, ...]) -> None:
+    # As in --api-key "$UNSET": it would let in everybody who sends an empty key.
+    if any(not key.strip() for key in keys):
+        raise ValueError(f"'{field.name}' must not be empty; leave it out to ask for no key")
+
+
 @attrs.frozen(kw_only=True)
 class EngineSettings:
     model: str = option("smollm2-135m", "alias, local folder, .gguf file or hub name")
@@ -40,13 +46,17 @@ class EngineSettings:
     max_model_len: int | None = option(None, "longest sequence in tokens", _positive)
     block_size: int = option(16, "tokens per KV block", [v.ge(1), v.le(1024)])
     num_blocks: int | None = option(None, "KV blocks (default: from kv_cache_bytes)", _positive)
-    kv_cache_bytes: int | None = option(None, "bytes for the KV cache (default: part)", _positive)
+    kv_cache_bytes: int | None = option(
+        None, "bytes for the KV cache (default: part of the free memory)", _positive
+    )
     max_num_seqs: int = option(64, "sequences that run at once", v.ge(1))
     max_num_batched_tokens: int = option(1024, "tokens computed in one step", v.ge(1))
     max_waiting: int = option(512, "queued sequences; more are answered 429", v.ge(1))
     max_waiting_tokens: int | None = option(None, "queued prompt tokens, likewise", _positive)
     request_timeout_s: float | None = option(None, "deadline of every request", v.optional(v.gt(0)))
-    threads: int | None = option(None, "CPU threads for torch (default: all cores)", _positive)
+    threads: int | None = option(
+        None, "CPU threads for torch (default: all cores)", v.optional([v.ge(1), v.le(1024)])
+    )
     batch_invariant: bool = option(False, "one kernel for every batch size, so rows never differ")
     chat_template: str | None = option(None, "file with a Jinja template instead of the model's")
     trace_hooks: bool = option(False, "print every hook call to stderr (slow)")
@@ -56,7 +66,7 @@ class EngineSettings:
 class ServerSettings:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on", [v.ge(0), v.le(65535)])
-    api_key: tuple[str, ...] = option((), "accepted keys; none: no key is asked for")
+    api_key: tuple[str, ...] = option((), "accepted keys; none: no key is asked for", _no_empty_key)
     max_body_bytes: int = option(16 * 2**20, "largest request body", v.ge(1024))
     max_n: int = option(64, "largest n of a request", v.ge(1))
     max_prompts: int = option(128, "most prompts in one request", v.ge(1))
@@ -203,7 +213,11 @@ def convert(key: str, value: Any, hint: Any) -> Any:
     try:
         return msgspec.convert(value, hint, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{key}: {str(error)[:300]} (given: {str(value)[:100]!r})") from None
+        given = f"(given: {str(value)[:100]!r})"
+        if typing.get_origin(hint) is Literal:
+            known = ", ".join(map(str, typing.get_args(hint)))
+            raise ConfigError(f"{key}: must be one of {known} {given}") from None
+        raise ConfigError(f"{key}: {str(error)[:300]} {given}") from None
 
 
 def _build(name: str, kind: Callable[..., Any], values: Mapping[str, Any]) -> Any:

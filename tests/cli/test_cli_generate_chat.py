@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from interlock.chat import ChatTemplate
-from interlock.cli import chat, main
+from interlock.cli import chat, generate, main
 from interlock.cli.runtime import Runtime
+from interlock.engine.outputs import Output, Timings
 from interlock.engine.request import SamplingParams
 from interlock.errors import RequestError
 from interlock.settings import Settings
@@ -65,7 +66,13 @@ def test_generate_streams_before_the_end(engine: Any, capsys: Any) -> None:
 def test_a_failed_sequence_is_status_1(engine: Any, capsys: Any) -> None:
     engine.error = "logits are NaN"
     assert main(["generate", "abc"]) == 1
-    assert capsys.readouterr().err == "interlock: error: logits are NaN\n"
+    assert capsys.readouterr() == ("", "interlock: error: logits are NaN\n")
+
+
+def test_json_names_the_timings() -> None:
+    output = Output("0", [1], "a", timings=Timings(queue=0.5, prefill=1.0, decode=2.0))
+    assert generate._timings(output) == {"queue_s": 0.5, "prefill_s": 1.0, "decode_s": 2.0}
+    assert generate._timings(None) is None
 
 
 # -- leaving early -----------------------------------------------------------------------------

@@ -190,13 +190,15 @@ def test_pull_prints_the_path(capsys: Any, monkeypatch: Any, tmp_path: Path) -> 
     asked = []
 
     def pull(name: str, progress: Any) -> Any:
-        asked.append((name, progress))
+        asked.append(name)
+        progress(1, 2_000_000)
         return SimpleNamespace(name=name, path=tmp_path / "m.gguf", revision="r")
 
     monkeypatch.setattr("interlock.weights.resolve.pull", pull)
     assert main(["models", "pull", "smollm2-135m"]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'm.gguf'}\n"
-    assert asked == [("smollm2-135m", None)]
+    announced = "interlock: downloading smollm2-135m (2.0 MB)\n"
+    assert capsys.readouterr() == (f"{tmp_path / 'm.gguf'}\n", announced)
+    assert asked == ["smollm2-135m"]
 
 
 def test_pulling_an_unknown_model_is_one_line(capsys: Any) -> None:
@@ -278,6 +280,13 @@ def test_a_missing_model_is_an_error(tmp_path: Path) -> None:
     settings = Settings(engine=EngineSettings(model=str(tmp_path / "gone.gguf")))
     (finding,) = doctor._guarded(doctor.model_findings, settings)
     assert finding.level == "error"
+
+
+def test_a_cache_that_is_a_file_is_an_error(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("INTERLOCK_CACHE", str(tmp_path / "file"))
+    (finding,) = doctor.cache_findings(Settings())
+    assert (finding.level, finding.remedy) == ("error", "set INTERLOCK_CACHE to a folder")
 
 
 def test_an_asked_for_gpu_that_is_not_there_is_an_error() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 
@@ -116,6 +117,24 @@ def test_a_broken_plugin_is_fatal_if_asked_for_and_unnoticed_if_not(site, source
     message = refusal("good", "broken")
     assert "plugin 'broken' (interlock-broken 3.2" in message
     assert cause in message
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["serve", "--help"], ["plugins"]])
+def test_commands_import_none_of_ten_installed_plugins(site, tmp_path, words):
+    """(PLG-01, CLI-01) One broken or slow plugin must not touch a command that does not ask."""
+    for i in range(10):
+        touch = f"open({str(tmp_path / 'imported')!r}, 'w').close()\n"
+        site.add(f"p{i}", touch + "raise SystemExit('broken')")
+    path = os.pathsep.join([str(site.folder), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-m", "interlock", *words],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout
+    assert not (tmp_path / "imported").exists()
 
 
 def test_an_error_of_discovery_passes_with_its_cause(site, monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import attrs
 import pytest
@@ -154,6 +156,19 @@ def test_without_a_seed_equal_requests_differ():
     for i in range(8):
         engine.add(request(f"c{i}", [1, 2], params(max_tokens=16)))
     assert len({tuple(tokens_of(o)) for o in run(engine).values()}) == 8
+
+
+def test_a_restart_changes_unseeded_samples_and_keeps_seeded_ones():
+    code = (
+        "from interlock.engine.request import Request, SamplingParams as P\n"
+        "print(*(Request('r', [1], P(seed=s)).rng_key for s in (None, 7)))"
+    )
+    keys = []
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+        keys.append(done.stdout.split())
+    assert keys[0][0] != keys[1][0]
+    assert keys[0][1] == keys[1][1]
 
 
 def test_greedy_and_sampled_rows_in_one_batch_follow_their_own_parameters():

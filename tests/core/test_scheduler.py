@@ -9,6 +9,8 @@ import pytest
 
 from interlock.engine.request import SamplingParams
 from interlock.errors import QueueFullError, RequestError
+from interlock.extension import Match
+from plugins_for_tests import PrefixCache, RemoteSource
 from sim import SimRunner, expected_tokens, greedy, request, run, sim_engine, tokens_of
 
 
@@ -32,15 +34,38 @@ def test_neighbours_chunks_and_preemption_never_change_tokens(chunk, num_blocks,
     assert engine.scheduler.memory.pool.num_free == runner.geometry.num_blocks
 
 
-def test_a_small_pool_preempts_and_recomputes():
-    engine = sim_engine(SimRunner(num_blocks=10, block_size=4))
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_small_pool_preempts_and_recomputes(cached):
+    plugins = {"cache": PrefixCache()} if cached else {}
+    engine = sim_engine(SimRunner(num_blocks=10, block_size=4), plugins)
     for i in range(2):
         engine.add(request(f"r{i}", [i + 1, 2, 3], greedy(25)))
-    outputs = run(engine)
+    outputs = run(engine, plugins=plugins)
     assert engine.stats().preemptions_total > 0
     for i in range(2):
         assert tokens_of(outputs[f"r{i}"]) == expected_tokens([i + 1, 2, 3], 25)
         assert outputs[f"r{i}"][-1].num_output_tokens == 25
+
+
+def test_two_loads_whose_rest_does_not_fit_beside_each_other_both_complete():
+    """Both are admitted for what is loaded; then one must be backed out for the other to go on."""
+
+    class Partial(RemoteSource):
+        def match(self, request, start, stop):
+            return Match(max(0, min(stop, 12) - start))
+
+    runner = SimRunner(num_blocks=16, block_size=4)
+    plugins = {"remote": Partial(runner)}
+    engine = sim_engine(runner, plugins, max_num_batched_tokens=8)
+    given = {"a": [4] * 34, "b": [6] * 34}
+    for name, prompt in given.items():
+        engine.add(request(name, prompt, greedy(8)))
+    engine.step()
+    assert [r.num_computed_tokens for r in engine.scheduler.running] == [12, 12]
+    outputs = run(engine, plugins=plugins)
+    assert engine.stats().preemptions_total > 0
+    for name, prompt in given.items():
+        assert tokens_of(outputs[name]) == expected_tokens(prompt, 8)
 
 
 def test_rows_are_laid_out_in_partition_order_and_decodes_are_not_delayed():
@@ -131,6 +156,20 @@ def test_abort_at_any_point_ends_one_request_and_frees_its_blocks(steps):
     assert engine.scheduler.memory.pool.usage == 0
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0)
+
+
+def test_aborting_a_full_queue_ends_every_request_with_the_next_step():
+    engine = sim_engine(max_num_seqs=1)
+    for i in range(31):
+        engine.add(request(f"r{i}", [1, 2], greedy(100)))
+    engine.step()
+    for i in range(31):
+        assert engine.abort(f"r{i}")
+    outputs = engine.step()
+    assert sorted(o.request_id for o in outputs) == sorted(f"r{i}" for i in range(31))
+    assert {o.finish_reason for o in outputs} == {"abort"}
+    assert not engine.has_work()
+    assert engine.scheduler.memory.pool.usage == 0
 
 
 def test_after_many_aborts_every_place_is_free_again():

@@ -222,6 +222,27 @@ def test_files_named_in_the_documentation_exist():
             assert (ROOT / path).exists(), f"{name}: {path}"
 
 
+def test_tests_named_in_the_documentation_exist():
+    functions: dict[str, set[str]] = {}
+    for name, text in TEXT.items():
+        for path, test in re.findall(r"`(tests/[\w./-]+\.py)::(\w+)`", text):
+            if path not in functions:
+                tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+                kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+                functions[path] = {node.name for node in tree.body if isinstance(node, kinds)}
+            assert test in functions[path], f"{name}: {path}::{test}"
+
+
+def test_every_user_report_has_a_test_or_says_what_it_waits_for():
+    text = TEXT["user-reports.md"]
+    rows = re.findall(r"^\| ([A-Z]{3,4}-\d\d) \|.*\| (.*) \|$", text, re.M)
+    assert len(dict(rows)) == len(rows) == int(re.search(r"^(\d+) reports", text, re.M)[1])
+    for report, cell in rows:
+        tests = re.findall(r"`tests/[\w./-]+\.py::test_\w+`", cell)
+        waits = cell.startswith(("not yet: ", "waits for "))
+        assert waits or ", ".join(tests) == cell != "", report
+
+
 def test_the_changelog_knows_this_version():
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert f"## [{__version__}]" in text

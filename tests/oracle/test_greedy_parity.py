@@ -16,8 +16,9 @@ from oracle.prompts import PROMPTS
 pytestmark = [pytest.mark.model, pytest.mark.timeout(1200)]
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-# Far above float64 rounding of a 30-layer model (about 1e-12), far below any real preference.
-NEAR_TIE = 1e-8
+# transformers computes norms and softmax in float32 even for a float64 model, which moves its
+# logits by about 2e-5. A preference is at least a thousand times that.
+NEAR_TIE = 1e-4
 
 
 def generate(files, prompts, **engine):
@@ -49,16 +50,23 @@ def test_preemption_changes_nothing(smollm, solo):
 
 def test_tokens_equal_those_of_transformers(smollm, solo):
     transformers = pytest.importorskip("transformers")
+    # Without `dequantize` it may compute with packed weights in float32.
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        str(smollm.path.parent), gguf_file=smollm.path.name, dtype=torch.float64
+        str(smollm.path.parent),
+        gguf_file=smollm.path.name,
+        dtype=torch.float64,
+        quantization_config=transformers.GgufConfig(dequantize=True),
     ).eval()
     tokenizer = LLM(str(smollm.path), dtype="float64", num_blocks=8).tokenizer
+    equal = 0
     for prompt, tokens in zip(PROMPTS, solo, strict=True):
         ids = tokenizer.encode(prompt)
         expected, margins = hf_greedy(model, ids, len(tokens))
         if tokens != expected:
             at = next(i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b)
             assert margins[at] < NEAR_TIE, (prompt, at, margins[at])
+        equal += tokens == expected
+    assert equal >= len(PROMPTS) - 2
 
 
 @torch.inference_mode()

@@ -53,10 +53,10 @@ def test_not_json(http, path, body):
     refused(http.post(path, content=body, headers=JSON))
 
 
-@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded"])
+@pytest.mark.parametrize("kind", [None, "", "text/plain", "application/x-www-form-urlencoded"])
 def test_other_content_types_are_415(http, kind):
-    answer = http.post(TEXT, content=b'{"prompt":"!say a"}', headers={"content-type": kind})
-    refused(answer, 415)
+    headers = {} if kind is None else {"content-type": kind}
+    refused(http.post(TEXT, content=b'{"prompt":"!say a"}', headers=headers), 415)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +106,9 @@ def test_numbers_that_are_not_finite(http, path, field, number):
         ({"logprobs": True}, "logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"prompt_logprobs": 300}, "prompt_logprobs"),
+        ({"prompt_logprobs": 299}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"logprobs": 21}, "logprobs"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": {"abc": 1}}, "logit_bias"),
         ({"logit_bias": {"1.5": 1}}, "logit_bias"),
@@ -180,7 +183,12 @@ def test_token_ids_out_of_vocabulary_say_so_and_hurt_nobody(http):
 
 @pytest.mark.parametrize(
     ("field", "hint"),
-    [("max_token", "max_tokens"), ("temprature", "temperature"), ("zzzzzz", None)],
+    [
+        ("max_token", "max_tokens"),
+        ("temprature", "temperature"),
+        ("repeat_penalty", "repetition_penalty"),
+        ("zzzzzz", None),
+    ],
 )
 def test_unknown_fields_are_refused_with_the_near_match(http, field, hint):
     error = refused(http.post(TEXT, json={"prompt": "a", field: 1}), 400, field)
@@ -284,7 +292,9 @@ def test_methods_and_routes(http):
     refused(http.get("/v1/embeddings"), 404)
     refused(http.get("/v1/models/other"), 404, "model")
     refused(http.get(TEXT), 405)
+    assert "POST" in http.get(TEXT).headers["allow"]
     refused(http.post("/v1/models", json={}), 405)
+    assert "GET" in http.post("/v1/models", json={}).headers["allow"]
     options = http.options(TEXT)
     assert options.status_code == 204
     assert "POST" in options.headers["allow"]

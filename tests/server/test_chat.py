@@ -109,7 +109,20 @@ def test_rendering_follows_the_template(http):
         ({"continue_final_message": True}, "continue_final_message"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"tools": [[]]}, "tools[0]"),
-        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        *(
+            ({"structured_outputs": options}, "structured_outputs")
+            for options in (
+                {"regex": "("},
+                {"json_object": False},
+                {"json": ""},
+                {"grammar": "x ::"},
+            )
+        ),
+        ({"guided_regex": "("}, "guided_regex"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": "("}}},
+            "response_format",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(http, body, param):
@@ -117,6 +130,15 @@ def test_what_cannot_be_honoured_is_refused(http, body, param):
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
     assert "Traceback" not in answer.text
+
+
+def test_an_empty_assistant_turn_is_an_answerable_history(client):
+    history = [
+        {"role": "user", "content": "A"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "!say B"},
+    ]
+    assert chat(client, history).choices[0].finish_reason == "stop"
 
 
 def test_the_templates_own_message_reaches_the_client(http):

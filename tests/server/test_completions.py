@@ -184,6 +184,22 @@ def test_token_ids_metrics_and_request_id_are_given_when_asked_for(http):
     )
 
 
+@pytest.mark.parametrize(
+    ("header", "shown"), [("proxy-7", "cmpl-proxy-7"), ("a b", None), ("x" * 129, None), ("", None)]
+)
+@pytest.mark.parametrize("prompt", ["!say a", "!error"])
+def test_the_callers_x_request_id_comes_back_also_with_an_error(http, prompt, header, shown):
+    headers = {"x-request-id": header}
+    answer = http.post("/v1/completions", json={"prompt": prompt}, headers=headers)
+    assert answer.status_code == (500 if prompt == "!error" else 200)
+    given = answer.headers["x-request-id"]
+    assert given == shown if shown else given.startswith("cmpl-")
+    assert header == "" or shown or header not in given
+    own = {"prompt": prompt, "request_id": "own"}
+    answer = http.post("/v1/completions", json=own, headers=headers)
+    assert answer.headers["x-request-id"] == "cmpl-own"
+
+
 def test_truncate_prompt_tokens_keeps_the_end(http):
     body = {"prompt": "xxxx!say b", "truncate_prompt_tokens": 6, "echo": True}
     answer = http.post("/v1/completions", json=body).json()

@@ -14,6 +14,7 @@ import httpx
 import psutil
 import pytest
 
+from interlock.server.run import StartError, bind
 from server.harness import CORE, PATIENCE_S, ServerProcess, eventually, gauge, serving
 
 FRONTEND = "server.fake_engine:load_frontend"
@@ -42,10 +43,21 @@ def test_a_busy_port_is_found_before_anything_is_loaded():
     assert "Traceback" not in log
 
 
+def test_a_port_without_permission_is_named(monkeypatch):
+    class Locked(socket.socket):
+        def bind(self, address):
+            raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("socket.socket", Locked)
+    with pytest.raises(StartError, match="port 80: Permission denied; choose another"):
+        bind("127.0.0.1", 80)
+
+
 def test_a_host_that_is_not_ours_is_named():
     status, log = failing("server.host=192.0.2.1")
     assert status == 1
     assert "192.0.2.1" in log
+    assert "choose another with --host" in log
 
 
 def test_more_http_processes_than_built_are_refused():

@@ -143,6 +143,58 @@ def test_bias_bans_and_forces(http):
     assert first not in banned["token_ids"]
 
 
+def letters(http):
+    """Ids of the printable ASCII characters: text and tokens then correspond one to one."""
+    text = "".join(map(chr, range(33, 127)))
+    ids = {i for c in text for i in http.post("/tokenize", json={"prompt": c}).json()["tokens"]}
+    return sorted(ids)
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings_over_several_tokens(http, include):
+    body = {"prompt": PROMPT, "max_tokens": 40, "seed": 1, "allowed_token_ids": letters(http)}
+    whole = text_of(http, body)
+    for length in (2, 5, 10):
+        stop = whole[20 : 20 + length]
+        expected = whole[: whole.index(stop) + (length if include else 0)]
+        stopped = {**body, "stop": ["no such text", stop], "include_stop_str_in_output": include}
+        choice = http.post(TEXT, json=stopped).json()["choices"][0]
+        assert (choice["text"], choice["stop_reason"]) == (expected, stop)
+        parts = [c["choices"][0] for c in chunks(http, TEXT, stopped)]
+        assert "".join(p["text"] for p in parts) == expected
+        assert parts[-1]["stop_reason"] == stop
+
+
+@pytest.mark.parametrize("ending", ["length", "stop string", "stop token", "end of sequence"])
+def test_logprobs_cover_every_token_however_it_ends(http, ending):
+    body = {"prompt": PROMPT, "max_tokens": 12, "seed": 2, "allowed_token_ids": letters(http)}
+    body |= {"logprobs": 1, "return_token_ids": True}
+    plain = http.post(TEXT, json=body).json()["choices"][0]
+    body |= {
+        "length": {},
+        "stop string": {"stop": plain["text"][6:8]},
+        "stop token": {"stop_token_ids": plain["token_ids"][7:8]},
+        "end of sequence": {"allowed_token_ids": [2]},
+    }[ending]
+    answer = http.post(TEXT, json=body).json()
+    choice, logprobs = answer["choices"][0], answer["choices"][0]["logprobs"]
+    assert choice["finish_reason"] == ("length" if ending == "length" else "stop")
+    assert "".join(logprobs["tokens"]).startswith(choice["text"])
+    counts = [len(logprobs[name]) for name in ("tokens", "token_logprobs", "top_logprobs")]
+    assert counts == [answer["usage"]["completion_tokens"]] * 3 == [len(choice["token_ids"])] * 3
+    parts = [c["choices"][0]["logprobs"] for c in chunks(http, TEXT, body)]
+    streamed = [value for p in parts if p for value in p["token_logprobs"]]
+    assert streamed == pytest.approx(logprobs["token_logprobs"], abs=1e-5)
+
+
+def test_an_empty_prompt_without_bos_is_refused(http):
+    for prompt in ("", [""]):
+        answer = http.post(TEXT, json={"prompt": prompt})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "prompt"
+    assert text_of(http, {"prompt": "a", "max_tokens": 2, "ignore_eos": True})
+
+
 def test_prompt_length_limits(http):
     for stream in (False, True):
         for prompt in ("word " * 5000, list(range(100, 400)) * 20):
@@ -164,10 +216,14 @@ def test_bad_parameters_hurt_no_neighbour(http):
         {"prompt": "a", "n": 0},
         {"prompt": "a", "logit_bias": {"99999": 5}},
         {"prompt": "a", "temperature": 3},
+        {"prompt": "a", "structured_outputs": {"regex": "("}},
     ]
+    raw = [f'{{"prompt":"a","temperature":{x}}}' for x in ("NaN", "-Infinity", "1e999")]
+    json_type = {"content-type": "application/json"}
     with ThreadPoolExecutor(8) as pool:
         good = [pool.submit(text_of, http, body) for _ in range(4)]
         refused = [pool.submit(http.post, TEXT, json=b) for b in bad * 4]
+        refused += [pool.submit(http.post, TEXT, content=r, headers=json_type) for r in raw]
         assert {r.result().status_code for r in refused} == {400}
         assert [g.result() for g in good] == [expected] * 4
 

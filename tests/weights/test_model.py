@@ -218,6 +218,25 @@ def test_missing_tensors_are_named_before_any_is_read(
         modelrun.load(folder)
 
 
+def test_missing_quantized_tensors_are_named(tmp_path: Path) -> None:
+    drop = ["blk.1.ffn_up.weight"]
+    path = tinymodels.write_tiny_gguf(tmp_path / "m.gguf", quant="Q8_0", drop=drop)
+    with pytest.raises(WeightsError, match=r"1 of \d+ tensors are missing.*1\.mlp\.up_proj"):
+        modelrun.load(path)
+
+
+def test_a_quantized_file_without_a_head_is_tied(tmp_path: Path) -> None:
+    """It computes what a file with a copy of the embedding as its head computes."""
+    tied: dict[str, Any] = {"quant": "Q8_0", "tie_word_embeddings": True}
+    spec = TinySpec(tie_word_embeddings=True)
+    head = {"output.weight": tinymodels.tiny_weights(spec)["model.embed_tokens.weight"]}
+    without = tinymodels.write_tiny_gguf(tmp_path / "without.gguf", **tied)
+    copied = tinymodels.write_tiny_gguf(tmp_path / "copied.gguf", extra=head, **tied)
+    actual, wanted = (modelrun.logits(modelrun.load(path), IDS) for path in (without, copied))
+    torch.testing.assert_close(actual, wanted)
+    assert wanted.std() > 0
+
+
 def test_missing_bias_is_an_error(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.k_proj.bias"
     folder = tinymodels.write_tiny_hf(tmp_path / "m", "Qwen2ForCausalLM", drop=[name])

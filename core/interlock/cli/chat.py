@@ -20,7 +20,7 @@ HELP = """\
 /reset          forget the conversation
 /system TEXT    set the system message (without TEXT: show it) and start anew
 /help           this list
-/exit           leave (so do Ctrl-D, and Ctrl-C on an empty line)
+/exit           leave (so do Ctrl-D and, at the prompt, Ctrl-C)
 Ctrl-C during an answer stops the answer; what was said so far stays in the history."""
 
 

@@ -75,6 +75,20 @@ def progress_bars() -> Iterator[ProgressBars | None]:
         yield ProgressBars(progress)
 
 
+def download_progress(bars: ProgressBars | None, name: str) -> Callable[[int, int], None]:
+    """Progress of a download: its bar, or without a terminal one line when it begins."""
+    if bars is not None:
+        return bars.download(name)
+    announced: list[bool] = []
+
+    def update(_: int, total: int) -> None:
+        if not announced:
+            announced.append(True)
+            warn(f"downloading {name} ({size(total)})")
+
+    return update
+
+
 class ProgressBars:
     """Bars on stderr, each made by its first update."""
 

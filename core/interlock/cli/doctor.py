@@ -159,6 +159,9 @@ def cache_findings(_: Settings) -> list[Finding]:
 
     folder = cache_dir()
     existing = _existing(folder)
+    if not existing.is_dir():
+        remedy = "set INTERLOCK_CACHE to a folder"
+        return [Finding("model cache", f"{existing} is not a folder", "error", remedy)]
     free = shutil.disk_usage(existing).free
     text = f"{folder} ({size(free)} free)"
     if not os.access(existing, os.W_OK):

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
 from interlock.cli.console import print_json
 from interlock.cli.options import add_settings
 from interlock.cli.runtime import Runtime, add_sampling, model_files, runtime, sampling_of
@@ -44,11 +46,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_live(outputs: Iterable[Output], head: str, *, newline: bool) -> None:
     print(head, end="", flush=True)
+    begun = bool(head)
     try:
         for output in outputs:
             print(output.text, end="", flush=True)
+            begun = True
     finally:
-        if newline:
+        if newline and begun:
             print(flush=True)
 
 
@@ -99,5 +103,11 @@ def _record(model: Runtime, prompt: str, choices: list[Choice]) -> dict[str, Any
             "prompt_tokens": last.num_prompt_tokens if last else 0,
             "completion_tokens": sum(len(choice.token_ids) for choice in choices),
         },
-        "timings": last.timings if last else None,
+        "timings": _timings(last),
     }
+
+
+def _timings(last: Output | None) -> dict[str, float] | None:
+    if last is None or last.timings is None:
+        return None
+    return {f"{name}_s": value for name, value in msgspec.structs.asdict(last.timings).items()}

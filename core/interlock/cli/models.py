@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from interlock.cli.console import print_json, progress_bars, size, table
+from interlock.cli.console import download_progress, print_json, progress_bars, size, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def run_pull(args: argparse.Namespace) -> int:
     from interlock.weights.resolve import pull
 
     with progress_bars() as bars:
-        files = pull(args.name, bars.download(args.name) if bars else None)
+        files = pull(args.name, download_progress(bars, args.name))
     if args.json:
         print_json({"name": files.name, "path": str(files.path), "revision": files.revision})
     else:
@@ -58,8 +58,8 @@ def run_inspect(args: argparse.Namespace) -> int:
     from interlock.weights.resolve import resolve
 
     with progress_bars() as bars:
-        bar = bars.download(args.name) if bars else None
-        files = resolve(args.name, progress=bar, offline=args.offline)
+        progress = download_progress(bars, args.name)
+        files = resolve(args.name, progress=progress, offline=args.offline)
     description: dict[str, Any] = describe(files)
     if args.json:
         print_json(description)

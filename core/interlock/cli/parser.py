@@ -51,7 +51,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
             importlib.import_module(command.module).add_arguments(sub)
     if chosen is not None and chosen not in COMMANDS:
         _add_plugin_commands(commands, chosen, argv)
-    return parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    if rest:
+        # argparse itself would point to the help of the program, not to that of the command.
+        named = commands.choices.get(chosen or "", parser)
+        named.error(f"unrecognized arguments: {' '.join(rest)}")
+    return args
 
 
 def _sentence(text: str) -> str:

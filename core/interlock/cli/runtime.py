@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from interlock.cli.console import progress_bars
+from interlock.cli.console import download_progress, progress_bars
 from interlock.cli.options import settings_of
 from interlock.engine.request import Request, SamplingParams
 from interlock.errors import ConfigError, RequestError
@@ -115,13 +115,15 @@ def model_files(args: argparse.Namespace) -> tuple[Settings, ModelFiles]:
 
     with progress_bars() as bars:
         name = settings.engine.model
-        return settings, resolve(name, progress=bars.download(name) if bars else None)
+        return settings, resolve(name, progress=download_progress(bars, name))
 
 
 @contextmanager
 def runtime(settings: Settings, files: ModelFiles) -> Iterator[Runtime]:
     """A loaded engine for the length of the block."""
     with progress_bars() as bars:
+        if bars is not None:
+            bars.load("importing torch", 0.0)
         from interlock.engine.engine import Engine
 
         engine = Engine(settings, progress=bars.load if bars else None)

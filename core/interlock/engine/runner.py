@@ -53,6 +53,8 @@ class ModelRunner:
         models = plugins.merged("interlock_models")
         self.config = load_config(self.files, models)
         overrides = plugins.merged("interlock_kernels", device=self.device, dtype=self.dtype)
+        if progress is not None:
+            progress("preparing kernels (the first start compiles them)", 0.0)
         self.ops = ops.build(self.device, self.dtype, overrides)
         self.load_seconds["prepare"] = time.monotonic() - started
         started = time.monotonic()

@@ -116,11 +116,17 @@ async def _answer_error(request: HTTPRequest, error: Exception) -> HTTPResponse:
         errors.error_body(shown),
         status=shown.status,
         content_type="application/json",
-        headers=errors.error_headers(shown),
+        headers=errors.error_headers(shown) | _request_id(request),
     )
     if shown.status == errors.BodyTooLargeError.status:
         await drain(request)
     return response
+
+
+def _request_id(request: HTTPRequest) -> dict[str, str]:
+    """The id that the answer would have had, for the client's report and the server's log."""
+    job_id = getattr(request.ctx, "job_id", None)
+    return {"x-request-id": job_id} if job_id else {}
 
 
 def _shown(error: Exception) -> RequestError:
@@ -129,7 +135,8 @@ def _shown(error: Exception) -> RequestError:
     if isinstance(error, sanic.exceptions.NotFound):
         return errors.NotFoundError("no such route", code="route_not_found")
     if isinstance(error, sanic.exceptions.MethodNotAllowed):
-        return errors.MethodNotAllowedError("method not allowed on this route")
+        text = "method not allowed on this route"
+        return errors.MethodNotAllowedError(text, allowed=error.allowed_methods or ())
     if isinstance(error, sanic.exceptions.PayloadTooLarge):
         if "header" in str(error):
             return errors.HeadersTooLargeError("the request's headers are too large")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -28,7 +29,13 @@ class NotFoundError(RequestError):
 
 
 class MethodNotAllowedError(RequestError):
+    """``allowed`` lists the methods of the route."""
+
     status = 405
+
+    def __init__(self, message: str, *, allowed: Iterable[str]) -> None:
+        super().__init__(message)
+        self.allowed = sorted(allowed)
 
 
 class BodyTimeoutError(RequestError):
@@ -101,9 +108,11 @@ def error_body(error: RequestError) -> bytes:
 
 
 def error_headers(error: RequestError) -> dict[str, str]:
-    """``Retry-After`` in whole seconds where waiting helps, ``WWW-Authenticate`` for 401."""
+    """``Retry-After`` in whole seconds where waiting helps, ``WWW-Authenticate``, ``Allow``."""
     if isinstance(error, UnauthorizedError):
         return {"www-authenticate": "Bearer"}
+    if isinstance(error, MethodNotAllowedError):
+        return {"allow": ", ".join(error.allowed)}
     if isinstance(error, QueueFullError | UnavailableError) and error.retry_after_s is not None:
         return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
     return {}

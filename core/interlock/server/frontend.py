@@ -190,13 +190,13 @@ def _cut_after_final(text: str, messages: list[dict[str, Any]]) -> str:
 def load_frontend(settings: Settings) -> Frontend:
     """Find the model's files (fetching them on first use) and read tokenizer and template."""
     from interlock.chat import ChatTemplate
-    from interlock.cli.console import progress_bars
+    from interlock.cli.console import download_progress, progress_bars
     from interlock.tokenizer import Tokenizer
     from interlock.weights.resolve import resolve
 
     with progress_bars() as bars:
         name = settings.engine.model
-        files = resolve(name, progress=bars.download(name) if bars else None)
+        files = resolve(name, progress=download_progress(bars, name))
     template = ChatTemplate.load(files, settings.engine.chat_template)
     name = settings.engine.served_model_name or files.name
     return Frontend(Tokenizer.load(files), template, name)

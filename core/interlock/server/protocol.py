@@ -143,6 +143,12 @@ _SAMPLING_FIELDS = (
 )
 
 
+def adopt_request_id(body: GenerationRequest, header: str | None) -> None:
+    """Take over ``X-Request-Id`` of a client or proxy; what could not be an id is left alone."""
+    if body.request_id is None and header and _REQUEST_ID.fullmatch(header):
+        body.request_id = header
+
+
 def completion_params(body: CompletionRequest, vocab_size: int) -> SamplingParams:
     """Sampling parameters of /v1/completions, in range for ``vocab_size``."""
     _check_common(body)

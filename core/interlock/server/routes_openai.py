@@ -33,6 +33,7 @@ def as_json(document: Any) -> HTTPResponse:
 
 async def completions(request: HTTPRequest) -> HTTPResponse | None:
     state, body = await _body(request, protocol.CompletionRequest)
+    protocol.adopt_request_id(body, request.headers.get("x-request-id"))
     frontend = _frontend(state, body.model)
     job = await jobs.completion_job(body, state.settings, frontend, _arrival(request))
     return await _run(request, state, frontend, job)
@@ -40,6 +41,7 @@ async def completions(request: HTTPRequest) -> HTTPResponse | None:
 
 async def chat_completions(request: HTTPRequest) -> HTTPResponse | None:
     state, body = await _body(request, protocol.ChatRequest)
+    protocol.adopt_request_id(body, request.headers.get("x-request-id"))
     frontend = _frontend(state, body.model)
     job = await jobs.chat_job(body, state.settings, frontend, _arrival(request))
     return await _run(request, state, frontend, job)
@@ -119,6 +121,7 @@ async def _run(
 ) -> HTTPResponse | None:
     answer = Answer(job, frontend)
     observed = JobMetrics(state.metrics, job)
+    request.ctx.job_id = job.id
     state.begin()
     try:
         if not job.body.stream:

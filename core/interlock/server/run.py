@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import os
 import resource
@@ -82,9 +83,11 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         if listener is not None:
             listener.close()
+        wrong_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        flag = "--host" if wrong_host else "--port"
         reason = error.strerror or str(error)
         raise StartError(
-            f"cannot listen on {host} port {port}: {reason}; choose another with --port"
+            f"cannot listen on {host} port {port}: {reason}; choose another with {flag}"
         ) from None
     listener.setblocking(False)
     return listener

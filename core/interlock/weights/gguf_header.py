@@ -254,7 +254,7 @@ class _Cursor:
         if nbytes > self._size - self.position:
             raise WeightsError(
                 f"{self.path} is truncated or damaged: {what} at byte {self.position} needs "
-                f"{nbytes} bytes, but the file ends at byte {self._size}"
+                f"{nbytes} bytes, but the file ends at byte {self._size}. Download the file again"
             )
 
     def take(self, nbytes: int, what: str) -> bytes:

