@@ -186,7 +186,8 @@ def _collect(
     for key, value, source in given:
         section, _, name = key.partition(".")
         if section not in section_types:
-            raise ConfigError(_unknown(source, f"section {section!r}", section, section_types))
+            message = _unknown(source, f"section {section!r}", section, section_types)
+            raise ConfigError(f"{message} (a plugin's section needs the plugin in --plugins)")
         hints = typing.get_type_hints(section_types[section])
         if name not in hints:
             raise ConfigError(_unknown(source, f"setting {key!r}", name, hints, section + "."))

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from interlock.bench.report import Report
+from interlock.engine.engine import Engine
+from interlock.settings import load_settings
 from tinymodels import write_tiny_gguf
 
 
@@ -66,6 +68,17 @@ def test_a_prompt_that_is_too_long_is_one_line(tiny: list[str]) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("interlock: error: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_the_engine_says_what_it_does_while_it_starts(tiny: list[str]) -> None:
+    said: list[str] = []
+    settings = load_settings(flags={"engine.model": tiny[1], "engine.dtype": "float32"})
+    Engine(settings, progress=lambda what, _: said.append(what)).close()
+    assert list(dict.fromkeys(said)) == [
+        "preparing kernels (the first start compiles them)",
+        "loading weights",
+        "allocating the KV cache",
+    ]
 
 
 def test_doctor_finds_nothing_broken(tiny: list[str]) -> None:

@@ -118,7 +118,7 @@ def test_a_value_may_hold_an_equals_sign_and_commas_make_a_tuple(sized):
     [
         ("engine.max_num_sequences", "did you mean engine.max_num_seqs"),
         ("engin.model", "unknown section 'engin'; did you mean engine"),
-        ("prefix.size", "unknown section 'prefix'; known: engine, server"),
+        ("prefix.size", "unknown section 'prefix'; known: engine, server (a plugin's"),
         ("sized.sise", "did you mean sized.size"),
         ("sized.zzz", "known: sized.limit, sized.on, sized.path, sized.size, sized.tags"),
     ],

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from interlock.server.run import StartError, bind
-from server.harness import CORE, PATIENCE_S, ServerProcess, eventually, gauge, serving
+from server.harness import CORE, LAUNCHER, PATIENCE_S, ServerProcess, eventually, gauge, serving
 
 FRONTEND = "server.fake_engine:load_frontend"
 TEXT = "/v1/completions"
@@ -25,6 +25,27 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM]
 def failing(*sets, frontend=FRONTEND):
     server = ServerProcess(["fake", frontend, "", "server.port=0", *sets])
     return server.wait(), server.log
+
+
+def test_a_terminal_sees_no_advice_that_is_not_ours():
+    ours, terminal = os.openpty()
+    arguments = ["fake", FRONTEND, "", "server.port=0", "engine.model=fake"]
+    path = os.pathsep.join([str(CORE), str(CORE.parent / "tests")])
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, *arguments],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=terminal,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        lines = [process.stderr.readline()]
+        while "ready:" not in lines[-1] and lines[-1]:
+            lines.append(process.stderr.readline())
+        process.terminate()
+    os.close(terminal)
+    os.close(ours)
+    assert "ready:" in lines[-1]
+    assert all(line.startswith("interlock: ") for line in lines)
 
 
 def client_of(server):

@@ -41,6 +41,8 @@ class ModelRunner:
         self.dtype, self.dtype_reason = pick_dtype(engine.dtype, self.device)
         self.model = self._load(settings, plugins, progress)
         self.block_size = engine.block_size
+        if progress is not None:
+            progress("allocating the KV cache", 1.0)
         self.geometry = self._allocate(engine)
 
     def _load(self, settings: Settings, plugins: Plugins, progress: Progress | None) -> Any:

@@ -63,6 +63,8 @@ def run_server(
     if not settings.server.api_key and not _is_loopback(listener):
         say("warning: anybody who reaches this address may use it; set server.api_key")
     _raise_file_limit()
+    # On a terminal Sanic would recommend flags that this program does not have.
+    os.environ.setdefault("SANIC_IGNORE_PRODUCTION_WARNING", "true")
     server = Server(settings, listener, engine, frontend)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(server.run())
