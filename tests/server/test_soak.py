@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Iterator
 
@@ -38,7 +39,7 @@ def body(rng: random.Random) -> dict:
     length = rng.randint(1, 90)
     return {
         "prompt": [rng.randrange(3, 250) for _ in range(length)],
-        "max_tokens": rng.randint(1, 40),
+        "max_tokens": rng.randint(1, 120),
         "temperature": rng.choice([0, 0.7, 1.5]),
         "ignore_eos": True,
         "n": rng.choice([1, 1, 1, 2]),
@@ -55,7 +56,8 @@ async def one(http: httpx.AsyncClient, rng: random.Random) -> str:
     leaves = rng.random() < 0.3
     if not given["stream"]:
         if leaves:
-            with pytest.raises(httpx.TimeoutException):
+            # It may be complete before we leave, which is fine too.
+            with contextlib.suppress(httpx.TimeoutException):
                 await http.post("/v1/completions", json=given | {"max_tokens": 400}, timeout=0.02)
             return "left"
         answer = await http.post("/v1/completions", json=given)
