@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 from collections.abc import Iterator
 
@@ -16,7 +17,8 @@ from interlock.engine.request import Request, SamplingParams
 from server.harness import ServerProcess, eventually, gauge, serving
 from tinymodels import write_tiny_hf
 
-REQUESTS, CONCURRENCY = 500, 32
+REQUESTS = int(os.environ.get("INTERLOCK_SOAK_REQUESTS", "500"))
+CONCURRENCY = 32
 # Allocators keep some pages; a leak of one block table or stream per request would be far more.
 MAX_GROWTH = 48 * 2**20
 
