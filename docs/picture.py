@@ -24,7 +24,7 @@ def picture(report: Report) -> str:
         caption=f"{machine['cpu']}, {machine['cores']} cores; median and range of "
         f"{len(report.loads[0].configurations[0].bursts)} alternated runs",
     )
-    for heading in ("requests at once", "engine", "total tokens/s", "TTFT ms", "TPOT ms", "times it"):
+    for heading in ("requests at once", "engine", "total tokens/s", "TTFT ms", "TPOT ms", "ratio"):
         table.add_column(heading, justify="left" if heading == "engine" else "right")
     for result in report.loads:
         for item in result.configurations:
