@@ -170,3 +170,40 @@ def test_the_work_list_is_remade_for_every_batch(dtype):
         q = random(2, 9, 64, seed=seed, dtype=dtype)
         wanted = reference.attention(q.double(), k.double(), v.double(), b, 0.125)
         assert error(run(q, k, v, b, 0.125), wanted) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("tables", [[[2, 3, 4]], [[5, 1, 2, 0]], [[3], [0, 1]]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_decode_row_without_kernels_reads_the_cache_where_it_lies(tables, dtype, monkeypatch):
+    rows = [(1, 4 * len(table) - 1) for table in tables]
+    b = of_tables((), rows, (), tables)
+    k, v = caches(b, 4, 2, 8, dtype)
+    q = random(len(rows), 6, 8, seed=3, dtype=dtype)
+    copied = []
+    indexed = torch.Tensor.__getitem__
+
+    def watch(tensor, index):
+        result = indexed(tensor, index)
+        pools = (k.untyped_storage().data_ptr(), v.untyped_storage().data_ptr())
+        if tensor.untyped_storage().data_ptr() in pools:
+            copied.append(result.untyped_storage().data_ptr() not in pools)
+        return result
+
+    monkeypatch.setattr(torch.Tensor, "__getitem__", watch)
+    got = torch_ops.attention(q, k, v, b, 0.3)
+    monkeypatch.undo()
+    assert copied
+    assert not any(copied)
+    assert error(got, reference.attention(q, k, v, b, 0.3)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("table", "context", "ranges"),
+    [
+        ([4], 3, [(16, 19)]),
+        ([1, 2, 5], 12, [(4, 12), (20, 24)]),
+        ([3, 2, 1], 9, [(12, 16), (8, 12), (4, 5)]),
+    ],
+)
+def test_runs_of_consecutive_blocks_are_one_range(table, context, ranges):
+    assert torch_ops.runs(table, 4, context) == ranges

@@ -15,22 +15,57 @@ from interlock.ops import reference
 
 
 def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Any, scale: float) -> Tensor:
-    """As `reference.attention`, one fused call per row, so that rows can't touch each other."""
+    """As `reference.attention`, row by row, so that rows can't touch each other.
+
+    A decode row reads the cache where it lies. Rows of several tokens gather their context first,
+    and so do decode rows in half precision whose blocks are scattered: their scores must not be
+    rounded between two products.
+    """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     start = 0
     for row, (count, context) in enumerate(zip(batch.query_lens, batch.context, strict=True)):
         rows = slice(start, start + count)
-        keys, values = (
-            gather(cache, batch.block_tables[row], context) for cache in (k_cache, v_cache)
-        )
-        out[rows] = attend(q[rows], keys, values, scale)
+        found = runs(batch.tables[row], k_cache.shape[1], context) if count == 1 else []
+        if len(found) > 1 and reference.wide(q.dtype) == q.dtype:
+            out[start] = decode(q[start], k_cache, v_cache, found, scale)
+        else:
+            table = batch.block_tables[row]
+            keys, values = (context_of(c, table, context, found) for c in (k_cache, v_cache))
+            out[rows] = attend(q[rows], keys, values, scale)
         start += count
     out[start:] = 0
     return out.flatten(1)
 
 
-def gather(cache: Tensor, table: Tensor, context: int) -> Tensor:
-    """As `reference.gather`, with the block table where it is (no copy from the host)."""
+def runs(table: list[int], block_size: int, context: int) -> list[tuple[int, int]]:
+    """The slots of a context as few ranges: consecutive blocks are one range."""
+    ranges: list[tuple[int, int]] = []
+    for block in table[: -(-context // block_size)]:
+        begin = block * block_size
+        if ranges and ranges[-1][1] == begin:
+            begin = ranges.pop()[0]
+        ranges.append((begin, (block + 1) * block_size))
+    begin, end = ranges.pop()
+    return [*ranges, (begin, end - -context % block_size)]
+
+
+def decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, found: list[tuple[int, int]], scale: float
+) -> Tensor:
+    """One query token over ranges of slots, without copying them. q [Hq, D] to the same."""
+    keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    grouped = q.view(keys.shape[1], -1, q.shape[-1])
+    scores = [grouped @ keys[a:b].permute(1, 2, 0) for a, b in found]
+    weights = (torch.cat(scores, dim=-1) * scale).softmax(dim=-1)
+    parts = weights.split([b - a for a, b in found], dim=-1)
+    mixed = [part @ values[a:b].transpose(0, 1) for part, (a, b) in zip(parts, found, strict=True)]
+    return torch.stack(mixed).sum(dim=0).flatten(0, 1)
+
+
+def context_of(cache: Tensor, table: Tensor, context: int, found: list[tuple[int, int]]) -> Tensor:
+    """The entries of a sequence, [context, Hk, D]: a view of one range, else a copy."""
+    if len(found) == 1:
+        return cache.flatten(0, 1)[found[0][0] : found[0][1]]
     blocks = -(-context // cache.shape[1])
     return cache[table[:blocks].to(torch.int64)].flatten(0, 1)[:context]
 
