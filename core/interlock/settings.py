@@ -57,7 +57,9 @@ class EngineSettings:
     threads: int | None = option(
         None, "CPU threads for torch (default: all cores)", v.optional([v.ge(1), v.le(1024)])
     )
-    batch_invariant: bool = option(False, "one kernel for every batch size, so rows never differ")
+    batch_invariant: bool | None = option(
+        None, "true: one kernel for all rows; false: fastest; none: as the CPU's kernels allow"
+    )
     chat_template: str | None = option(None, "file with a Jinja template instead of the model's")
     trace_hooks: bool = option(False, "print every hook call to stderr (slow)")
 

@@ -10,6 +10,7 @@ from interlock.layers.linear import (
     Linear,
     PackedDense,
     PackedGroups,
+    RowKinds,
     split_blocks,
 )
 from interlock.ops import kernel_problem
@@ -188,3 +189,18 @@ def test_a_plugins_method_is_asked_once_with_the_layer():
                       "dtype": torch.float32, "device": CPU}]  # fmt: skip
     x = random(3, 8)
     assert error(linear(x), 2 * wanted(x, parts)) < 1e-6
+
+
+@pytest.mark.skipif(kernel_problem(torch.bfloat16) is not None, reason="no kernels here")
+@pytest.mark.parametrize("leading", [0, 1, 9, 30, 40])
+def test_rows_of_blocks_go_by_their_kind_and_not_by_their_number(leading):
+    kinds = RowKinds()
+    linear = layer([FakeWeight.quantized(random(130, 64), "Q4_1")], torch.bfloat16, kinds=kinds)
+    x = random(30, 64, dtype=torch.bfloat16)
+    kinds.leading = 10**6
+    exact = torch.cat([linear(row[None]) for row in x])
+    kinds.leading = 0
+    rounded = torch.cat([linear(row[None]) for row in x])
+    assert not torch.equal(exact, rounded)
+    kinds.leading = leading
+    assert torch.equal(linear(x), torch.cat([exact[:leading], rounded[leading:]]))

@@ -8,8 +8,12 @@ Methods of the core, for a CPU with AVX-512 (and for bf16 AVX512-BF16):
   2.6 bytes per weight instead of 2; a decode step of SmolLM2-135M at batch 1 takes two thirds
   of the time.
 
-Elsewhere `Dense` runs torch's linear. ``batch_invariant`` asks for one kernel whatever the number
-of rows, so that a row's result can't depend on its neighbours: `PackedDense`, or `FixedRows`.
+Elsewhere `Dense` runs torch's linear.
+
+A row's result should not depend on its neighbours. `PackedGroups` therefore goes by the kind of a
+row (`RowKinds`), not by how many there are; ``batch_invariant=False`` lets it go by their number,
+which is faster for large batches. ``batch_invariant=True`` asks for one kernel for every row, also
+where torch's linear runs: `PackedDense`, or `FixedRows`.
 """
 
 from __future__ import annotations
@@ -31,6 +35,18 @@ FEW_ROWS = {"Q4_0": 8, "Q4_1": 8, "Q8_0": 4}
 """Up to how many rows the packed blocks are faster than a bf16 weight; measured on Zen 4."""
 
 
+class RowKinds:
+    """How many leading rows of the step at hand decode or verify; the others prefill.
+
+    The model sets it before each forward pass; all its layers read the same object.
+    """
+
+    __slots__ = ("leading",)
+
+    def __init__(self) -> None:
+        self.leading = 0
+
+
 class Linear:
     """``y = x W^T + b``, where W's rows are the concatenation of several tensors (q, k and v).
 
@@ -48,7 +64,8 @@ class Linear:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
-        batch_invariant: bool = False,
+        batch_invariant: bool | None = None,
+        kinds: RowKinds | None = None,
     ) -> None:
         self.name = name
         self.in_features, self.out_features = in_features, sum(out_parts)
@@ -56,6 +73,7 @@ class Linear:
         self._dtype = dtype
         self._device = device or torch.device("cpu")
         self._batch_invariant = batch_invariant
+        self._kinds = kinds
         self.method: LinearMethod
 
     def load(self, parts: Sequence[WeightTensor], bias: Tensor | None = None) -> None:
@@ -73,8 +91,15 @@ class Linear:
             dtype=self._dtype,
             device=self._device,
         )
-        return asked or default_method(
-            self.in_features, weight_format, self._dtype, self._device, self._batch_invariant
+        if asked:
+            return asked
+        return default_method(
+            self.in_features,
+            weight_format,
+            self._dtype,
+            self._device,
+            self._batch_invariant,
+            self._kinds,
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -87,9 +112,10 @@ def default_method(
     weight_format: str,
     dtype: torch.dtype,
     device: torch.device,
-    batch_invariant: bool = False,
+    batch_invariant: bool | None = None,
+    kinds: RowKinds | None = None,
 ) -> LinearMethod:
-    """The core's method for a layer."""
+    """The core's method for a layer; see the module's text for ``batch_invariant``."""
     if not _packs(in_features, dtype, device):
         return FixedRows(dtype, device) if batch_invariant else Dense(dtype, device)
     if batch_invariant or weight_format not in FEW_ROWS or dtype != torch.bfloat16:
@@ -98,7 +124,7 @@ def default_method(
 
     if grouped_unsupported(in_features) is not None:
         return PackedDense(dtype)
-    return PackedGroups(weight_format)
+    return PackedGroups(weight_format, None if batch_invariant is False else kinds)
 
 
 def _packs(in_features: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -172,23 +198,25 @@ class PackedDense:
         self._weight = self._kernels.pack_dense(_join(parts, self._dtype))
         self._bias = None if bias is None else self._kernels.pack_bias(bias)
 
-    def apply(self, x: Tensor) -> Tensor:
-        return self._kernels.dense(x, self._weight, self._columns, self._bias)
+    def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._kernels.dense(x, self._weight, self._columns, self._bias, out)
 
 
 class PackedGroups:
     """GGUF blocks (Q4_0, Q4_1, Q8_0), multiplied exactly for a few rows, as bf16 for many.
 
+    With ``kinds`` "few" are the rows that decode or verify; without, any up to `FEW_ROWS`.
     A block's 32 weights are ``scale * q + minimum``. Scales and minima stay the file's float16
     and sums are float32, so that results differ from the float64 product by the rounding of the
     result only; the bf16 copy rounds every weight once more (relative 2^-9), as bf16 models do.
     """
 
-    def __init__(self, weight_format: str) -> None:
+    def __init__(self, weight_format: str, kinds: RowKinds | None = None) -> None:
         from interlock.ops import cpu_linear
 
         self._kernels = cpu_linear
         self._format = weight_format
+        self._kinds = kinds
         self._few = FEW_ROWS[weight_format]
         self._many = PackedDense(torch.bfloat16)
         self._tables = cpu_linear.value_tables(_TABLES[weight_format])
@@ -206,12 +234,27 @@ class PackedGroups:
         self._weight = self._kernels.pack_groups(planes, scale, minimum)
         if not minimum.isfinite().all():
             # -8 * scale left float16's range; nothing but the dense copy can say such weights.
-            self._few = 0
+            self._few, self._kinds = 0, None
 
     def apply(self, x: Tensor) -> Tensor:
-        if len(x) > self._few:
+        few = self._leading(len(x))
+        if few == 0:
             return self._many.apply(x)
-        return self._kernels.grouped(x, self._weight, self._tables, self._columns, self._bias)
+        if few == len(x):
+            return self._exact(x)
+        out = x.new_empty(len(x), self._columns)
+        self._exact(x[:few], out[:few])
+        self._many.apply(x[few:], out[few:])
+        return out
+
+    def _leading(self, rows: int) -> int:
+        """How many leading rows of ``rows`` are multiplied exactly."""
+        if self._kinds is not None:
+            return min(self._kinds.leading, rows)
+        return rows if rows <= self._few else 0
+
+    def _exact(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._kernels.grouped(x, self._weight, self._tables, self._columns, self._bias, out)
 
 
 _TABLES: dict[str, list[range]] = {

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from interlock.layers.linear import Linear
+from interlock.layers.linear import Linear, RowKinds
 from interlock.ops import OpTable
 from interlock.weights.source import WeightSource
 
@@ -24,7 +24,8 @@ class Build:
     linear_method: Callable[..., Any]
     dtype: torch.dtype
     device: torch.device
-    batch_invariant: bool = False
+    batch_invariant: bool | None = None
+    kinds: RowKinds = attrs.field(factory=RowKinds)
 
 
 class Projection:
@@ -52,6 +53,7 @@ class Projection:
             dtype=build.dtype,
             device=build.device,
             batch_invariant=build.batch_invariant,
+            kinds=build.kinds,
         )
 
     def expected(self) -> Shapes:

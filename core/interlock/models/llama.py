@@ -89,7 +89,7 @@ class LlamaModel:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        batch_invariant: bool = False,
+        batch_invariant: bool | None = None,
         max_positions: int | None = None,
     ) -> None:
         self.config = config
@@ -168,6 +168,8 @@ class LlamaModel:
 
     def forward(self, batch: Batch) -> Tensor:
         """Write the step's keys and values; final-normed hidden states [S, H] of the rows asked."""
+        # All tokens of verify and decode rows have logits, so they lead the asked rows as well.
+        self._build.kinds.leading = batch.decode.tokens.stop
         x: Tensor = self.embedding[batch.token_ids]
         residual: Tensor | None = None
         everything = len(batch.logits_indices) == len(batch.token_ids)

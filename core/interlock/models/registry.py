@@ -41,7 +41,7 @@ def build_model(
     extra_models: Mapping[str, type[Any]],
     dtype: torch.dtype,
     device: torch.device,
-    batch_invariant: bool = False,
+    batch_invariant: bool | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> Any:
     """Build the model that ``config`` describes and load its weights.

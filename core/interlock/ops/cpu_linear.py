@@ -274,11 +274,16 @@ def value_tables(planes: Sequence[Sequence[int]]) -> Tensor:
     return torch.tensor([[*values, *values] for values in planes], dtype=torch.bfloat16)
 
 
-def dense(x: Tensor, packed: Tensor, columns: int, bias: Tensor | None) -> Tensor:
-    """Product x [M, K] @ weight.T + bias of a `pack_dense`-ed weight: [M, N] in x's dtype."""
+def dense(
+    x: Tensor, packed: Tensor, columns: int, bias: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """Product x [M, K] @ weight.T + bias of a `pack_dense`-ed weight: [M, N] in x's dtype.
+
+    ``out`` is contiguous, if given, and receives the result.
+    """
     rows, inputs = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
-    out = torch.empty((rows, columns), dtype=x.dtype)
+    out = torch.empty((rows, columns), dtype=x.dtype) if out is None else out
     size = x.element_size()
     threads = team()
     scratch, stride = threads.scratch(4 * PANEL * ROWS)
@@ -290,11 +295,18 @@ def dense(x: Tensor, packed: Tensor, columns: int, bias: Tensor | None) -> Tenso
     return out
 
 
-def grouped(x: Tensor, packed: Tensor, tables: Tensor, columns: int, bias: Tensor | None) -> Tensor:
-    """Product x [M, K] @ weight.T + bias of a `pack_groups`-ed weight, all bf16: [M, N]."""
+def grouped(
+    x: Tensor,
+    packed: Tensor,
+    tables: Tensor,
+    columns: int,
+    bias: Tensor | None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As `dense`, of a `pack_groups`-ed weight, all bf16."""
     rows, inputs = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
-    out = torch.empty((rows, columns), dtype=x.dtype)
+    out = torch.empty((rows, columns), dtype=x.dtype) if out is None else out
     groups = inputs // GROUP
     threads = team()
     scratch, stride = threads.scratch(4 * (PANEL * ROWS + groups * min(rows, BLOCK)))

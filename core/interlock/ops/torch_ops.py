@@ -57,9 +57,11 @@ def decode(
     grouped = q.view(keys.shape[1], -1, q.shape[-1])
     scores = [grouped @ keys[a:b].permute(1, 2, 0) for a, b in found]
     weights = (torch.cat(scores, dim=-1) * scale).softmax(dim=-1)
-    parts = weights.split([b - a for a, b in found], dim=-1)
-    mixed = [part @ values[a:b].transpose(0, 1) for part, (a, b) in zip(parts, found, strict=True)]
-    return torch.stack(mixed).sum(dim=0).flatten(0, 1)
+    mixed, start = torch.zeros_like(grouped), 0
+    for a, b in found:
+        mixed += weights[..., start : start + b - a] @ values[a:b].transpose(0, 1)
+        start += b - a
+    return mixed.flatten(0, 1)
 
 
 def context_of(cache: Tensor, table: Tensor, context: int, found: list[tuple[int, int]]) -> Tensor:
