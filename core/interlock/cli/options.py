@@ -45,7 +45,7 @@ def _add_section(group: Any, section: str) -> None:
 
 
 def _form(hint: Any) -> dict[str, Any]:
-    if hint is bool:
+    if bool in _alternatives(hint):
         return {"action": argparse.BooleanOptionalAction, "default": None}
     if typing.get_origin(hint) is tuple:
         return {"action": "append", "metavar": "VALUE"}
