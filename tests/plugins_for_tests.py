@@ -27,6 +27,9 @@ class Base:
     def held(self) -> list[int]:
         return []
 
+    def held_states(self) -> list[int]:
+        return []
+
     @hookimpl
     def interlock_counters(self):
         return dict(self.counts)

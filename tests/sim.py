@@ -136,7 +136,7 @@ def run(engine: Engine, limit: int = 10_000, *, plugins: Any = ()) -> dict[str, 
             return outputs
         for output in engine.step():
             outputs.setdefault(output.request_id, []).append(output)
-        engine.scheduler.check([plugin.held() for plugin in holders])
+        engine.scheduler.check([p.held() for p in holders], [p.held_states() for p in holders])
     raise AssertionError("the engine does not come to an end")
 
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from interlock.engine.batch import Plan
     from interlock.engine.request import Request
 
+STATE_GRID = 16
+"""Recurrent states can be exported at multiples of so many tokens after a row's first one."""
+
 API_VERSION = 1
 """Version of everything in this module and in `hookspec`; plugins declare the one they speak."""
 
@@ -34,14 +37,24 @@ class Match:
     possibly in part); the core takes its own reference on each, and copies a shared block before
     it writes to it. Without blocks the core allocates them, and the source fills them, holding the
     request until it has.
+
+    On a model with recurrent layers (``geometry.num_states`` > 0) ``blocks`` come with ``state``,
+    a slot that holds the state after exactly the last of those tokens; the core takes a reference
+    on it and copies it before the request goes on. Without blocks the source fills
+    ``request.state_slot`` too.
     """
 
     num_tokens: int
     blocks: tuple[int, ...] = ()
+    state: int | None = None
 
 
 class KVSource(Protocol):
-    """Supplies tokens' cache entries that need not be computed. Scheduler process, rank 0."""
+    """Supplies tokens' cache entries that need not be computed. Scheduler process, rank 0.
+
+    A source that can also supply recurrent states says so with an attribute
+    ``supplies_states = True``; others are refused on models that have such layers.
+    """
 
     def match(self, request: Request, start: int, stop: int) -> Match | None:
         """Tokens available from ``start`` on, not beyond ``stop``. Pure: may be asked repeatedly.
@@ -56,6 +69,19 @@ class KVSource(Protocol):
         own references on those blocks until it has stopped writing: the request may be preempted
         or end at any time, and is then admitted (and settled) anew or never. Hold names must
         therefore differ from one admission to the next.
+        """
+
+
+class StateExports(Protocol):
+    """Has recurrent states inside a row written to slots of their own, in the same pass."""
+
+    def plan(self, request: Request, start: int, stop: int) -> Sequence[tuple[int, int]]:
+        """``(position, slot)`` pairs for a prefill row that computes tokens ``start`` to ``stop``.
+
+        After the step, ``slot`` holds the state after exactly ``position`` tokens. Positions lie
+        strictly between ``start`` and ``stop``, multiples of `STATE_GRID` after ``start``; slots
+        come from ``engine.scheduler.memory.states`` and stay the plugin's. Called once for every
+        row that is planned, which may still be preempted before it runs.
         """
 
 
@@ -94,6 +120,8 @@ class Geometry(NamedTuple):
     block_size: int
     max_model_len: int
     vocab_size: int
+    num_states: int = 0
+    """Slots for the state of recurrent layers; 0 for a model that has none."""
 
 
 class Runner(Protocol):
@@ -103,6 +131,9 @@ class Runner(Protocol):
 
     def forward(self, plan: Plan) -> Tensor:
         """Logits [S, V] for the rows' ``num_logits`` positions, in row order."""
+
+    # A runner whose geometry has states also has
+    # ``settle(plan: Plan, kept: Sequence[int]) -> None``: see `interlock.engine.states`.
 
 
 class LinearMethod(Protocol):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         LinearMethod,
         LogitsProcessor,
         Runner,
+        StateExports,
     )
     from interlock.settings import Settings
 
@@ -198,6 +199,19 @@ def interlock_chunk_limit(engine: Engine) -> ChunkLimit | None:
     """
 
 
+@hookspec
+def interlock_state_exports(engine: Engine) -> StateExports | None:
+    """What has recurrent states inside a prefill row written to slots, in the same pass.
+
+    Asked on models that have recurrent layers (``engine.runner.geometry.num_states`` > 0).
+
+    :param engine: complete, but not yet stepping.
+    :returns: a `interlock.extension.StateExports`, or None; all apply, in order.
+
+    **Called**: cold, once, after the model is loaded.
+    """
+
+
 @hookspec(firstresult=True)
 def interlock_drafter(engine: Engine) -> Drafter | None:
     """What proposes draft tokens. Exclusive.
@@ -259,11 +273,12 @@ def interlock_kv_committed(engine: Engine, spans: Sequence[tuple[Request, int, i
 
 
 @hookspec
-def interlock_reclaim(engine: Engine, num_blocks: int) -> None:
-    """The pool is short of ``num_blocks`` blocks: drop references that are not needed.
+def interlock_reclaim(engine: Engine, num_blocks: int, num_states: int) -> None:
+    """Memory is short: drop references that are not needed.
 
     :param engine: while a plan is being made.
-    :param num_blocks: how many more free blocks are wanted.
+    :param num_blocks: how many more free blocks are wanted, maybe none.
+    :param num_states: how many more free slots for recurrent states, likewise.
 
     **Called**: warm, when an allocation would fail, before anyone is preempted.
     """

@@ -49,11 +49,18 @@ class EngineSettings:
     kv_cache_bytes: int | None = option(
         None, "bytes for the KV cache (default: part of the free memory)", _positive
     )
+    num_states: int | None = option(
+        None, "recurrent state slots, for models with such layers (default: max_num_seqs)", _positive
+    )
     max_num_seqs: int = option(64, "sequences that run at once", v.ge(1))
     max_num_batched_tokens: int = option(1024, "tokens computed in one step", v.ge(1))
     max_waiting: int = option(512, "queued sequences; more are answered 429", v.ge(1))
     max_waiting_tokens: int | None = option(None, "queued prompt tokens, likewise", _positive)
     request_timeout_s: float | None = option(None, "deadline of every request", v.optional(v.gt(0)))
+    tp: int = option(1, "tensor parallel ranks, one process each", [v.ge(1), v.le(1024)])
+    collective_timeout_s: float = option(
+        300.0, "a collective that takes longer has lost a rank", v.gt(0)
+    )
     threads: int | None = option(
         None, "CPU threads for torch (default: all cores)", v.optional([v.ge(1), v.le(1024)])
     )

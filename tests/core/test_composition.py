@@ -7,15 +7,13 @@ it would notice: each is a plugin with one typical mistake, and must be caught.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import attrs
 import pytest
 
+from compose import BLOCK, play
 from interlock.cache import sources
 from interlock.cache.ledger import Ledger
 from interlock.engine.memory import Memory
@@ -31,9 +29,8 @@ from plugins_for_tests import (
     Rotates,
     StrideLimit,
 )
-from sim import SimRunner, expected_tokens, greedy, request, sim_engine, tokens_of
+from sim import SimRunner, greedy, tokens_of
 
-BLOCK = 4
 NAMES = ("draft", "cache", "remote", "stride")
 KINDS: dict[str, Callable[[SimRunner], Base]] = {
     "draft": lambda runner: LookupDrafter(),
@@ -47,96 +44,6 @@ MOVES = {
     "remote": ("loaded_tokens_total",),
     "stride": ("clipped_total",),
 }
-
-known_tokens = functools.lru_cache(maxsize=None)(
-    lambda prompt, count: tuple(expected_tokens(list(prompt), count))
-)
-
-
-@attrs.frozen
-class Job:
-    name: str
-    prompt: tuple[int, ...]
-    max_tokens: int
-    arrives: int
-    aborts: int | None
-    priority: int
-
-
-def workload(seed: int, count: int = 12) -> list[Job]:
-    """Prompts are made of a few shared blocks, so that they repeat under different parents."""
-    rng = random.Random(seed)
-    parts = [tuple(rng.randrange(64) for _ in range(BLOCK)) for _ in range(3)]
-    jobs: list[Job] = []
-    for i in range(count):
-        if jobs and rng.random() < 0.4:
-            prompt = rng.choice(jobs).prompt
-        else:
-            blocks = [rng.choice(parts) for _ in range(rng.randint(1, 5))]
-            tail = tuple(rng.randrange(64) for _ in range(rng.choice([0, 0, 1, 3])))
-            prompt = tuple(itertools.chain(*blocks)) + tail
-        arrives = rng.randrange(60)
-        aborts = arrives + rng.randrange(12) if rng.random() < 0.25 else None
-        tokens = rng.choice([1, 4, 7, 12])
-        jobs.append(Job(f"r{i}", prompt, tokens, arrives, aborts, rng.choice([0, 0, 1])))
-        if aborts is not None:
-            jobs.append(Job(f"r{i}-retry", prompt, tokens, aborts + 1, None, 0))
-    return jobs
-
-
-def play(
-    plugins: dict[str, Base],
-    runner: SimRunner,
-    seed: int,
-    make_params: Callable[[int], SamplingParams] = greedy,
-    **engine_settings,
-) -> dict[str, list]:
-    """Run a workload, checking memory after every step, and then every greedy token."""
-    options = {"max_num_seqs": 6, "max_num_batched_tokens": 13, **engine_settings}
-    engine = sim_engine(runner, plugins, **options)
-    jobs, outputs = workload(seed), {}
-    for step in range(2000):
-        for job in jobs:
-            if job.arrives == step:
-                params = make_params(job.max_tokens)
-                engine.add(request(job.name, list(job.prompt), params, priority=job.priority))
-            if job.aborts == step:
-                engine.abort(job.name)
-        if step > 75 and not engine.has_work():
-            break
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
-        engine.scheduler.check([plugin.held() for plugin in plugins.values()])
-    assert not engine.has_work(), "the engine does not come to an end"
-    for _ in range(5):
-        engine.step()
-    if make_params is greedy:
-        verify(jobs, outputs)
-    settled = [p.counts["settled_total"] for p in plugins.values() if hasattr(p, "settle")]
-    assert len(set(settled)) <= 1, "one settle per admission for every source"
-    check_nothing_is_left(engine, plugins)
-    return outputs
-
-
-def verify(jobs: Sequence[Job], outputs: dict[str, list]) -> None:
-    for job in jobs:
-        given, wanted = outputs[job.name], known_tokens(job.prompt, job.max_tokens)
-        got, reason = tuple(tokens_of(given)), given[-1].finish_reason
-        assert [o.finish_reason is not None for o in given].count(True) == 1
-        if reason == "abort":
-            assert job.aborts is not None
-            assert got == wanted[: len(got)]
-        else:
-            assert (reason, given[-1].error) == ("length", None)
-            assert got == wanted
-
-
-def check_nothing_is_left(engine, plugins: dict[str, Base]) -> None:
-    held = [block for plugin in plugins.values() for block in plugin.held()]
-    pool = engine.scheduler.memory.pool
-    assert pool.num_blocks - pool.num_free == len(set(held))
-    engine.hooks.reclaim(pool.num_blocks)
-    assert pool.usage == 0
 
 
 def made(names: Sequence[str], runner: SimRunner) -> dict[str, Base]:
@@ -382,7 +289,7 @@ def test_a_cache_that_announces_through_the_ledger_composes_too():
 
 def no_copy_before_write(monkeypatch):
     real = Memory.needs
-    monkeypatch.setattr(Memory, "needs", lambda *args: (real(*args)[0], []))
+    monkeypatch.setattr(Memory, "needs", lambda *args: real(*args)._replace(shared=[]))
 
 
 def rejected_drafts_count_as_computed(monkeypatch):
@@ -414,8 +321,8 @@ def reservations_survive_an_abort(monkeypatch):
 def later_sources_are_not_settled(monkeypatch):
     real = sources.chain
 
-    def chain(given, request, block_size):
-        shares = real(given, request, block_size)
+    def chain(given, request, block_size, **options):
+        shares = real(given, request, block_size, **options)
         return [s for s in shares if s.match.num_tokens] or shares[:1]
 
     monkeypatch.setattr(sources, "chain", chain)

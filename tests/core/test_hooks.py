@@ -11,13 +11,14 @@ import httpx
 import pytest
 import torch
 
+from hybridsim import HybridRunner
 from interlock import ops
 from interlock.cli import main
 from interlock.cli.parser import parse
 from interlock.engine.engine import Engine
 from interlock.engine.outputs import StepStats
 from interlock.errors import ConfigError, PluginError
-from interlock.extension import Match
+from interlock.extension import STATE_GRID, Match
 from interlock.hookspec import hookimpl
 from interlock.plugins import Plugins
 from interlock.settings import EngineSettings, Settings, load_settings, option
@@ -27,6 +28,7 @@ from sim import (
     VOCAB,
     SimPlugin,
     SimRunner,
+    entries_of,
     expected_tokens,
     greedy,
     request,
@@ -368,6 +370,35 @@ def test_hook_kv_source_an_error_ends_that_request_alone_and_names_the_plugin(me
     assert engine.scheduler.memory.pool.usage == 0
 
 
+def test_hook_state_exports():
+    """A slot of the plugin holds the state at the position asked for once the step is complete."""
+    asked: list[tuple[int, int]] = []
+
+    class Exports(Base):
+        @hookimpl
+        def interlock_state_exports(self, engine):
+            self.slots = engine.scheduler.memory.states.allocate(2)
+            return self
+
+        def plan(self, request, start, stop):
+            asked.append((start, stop))
+            grid = range(start + STATE_GRID, stop, STATE_GRID)
+            return list(zip(grid, self.slots, strict=False))
+
+        def held_states(self):
+            return self.slots
+
+    runner, exports = HybridRunner(), Exports()
+    engine = sim_engine(runner, plugins={"exports": exports})
+    prompt = [i * 7 % 64 for i in range(40)]
+    engine.add(request("r", prompt, greedy(3)))
+    assert tokens_of(run(engine, plugins={"exports": exports})["r"]) == expected_tokens(prompt, 3)
+    # Asked for the prefill row alone, and not for decode rows.
+    assert asked == [(0, 40)]
+    found = [runner.states[slot] for slot in exports.slots]
+    assert found == [entries_of(prompt)[15], entries_of(prompt)[31]]
+
+
 def test_hook_chunk_limit():
     """All limits apply, in order, to every row; ``start`` skips a request in this step."""
     asked: list[tuple[str, int, int]] = []
@@ -504,8 +535,8 @@ class Warm(Base):
         self.calls.append(("kv_committed", [(r.id, a, b) for r, a, b in spans]))
 
     @hookimpl
-    def interlock_reclaim(self, engine, num_blocks):
-        self.calls.append(("reclaim", num_blocks))
+    def interlock_reclaim(self, engine, num_blocks, num_states):
+        self.calls.append(("reclaim", num_blocks, num_states))
 
     @hookimpl
     def interlock_requests_finished(self, engine, requests):
@@ -592,7 +623,7 @@ def test_hook_reclaim():
         engine.scheduler.check([hoards.mine])
     assert engine.stats().preemptions_total == 0
     # Three of six blocks are free: the prompt takes two, output tokens the third, then two more.
-    assert warm.of("reclaim") == [(1,), (1,)]
+    assert warm.of("reclaim") == [(1, 0), (1, 0)]
     assert len(hoards.mine) == 1
 
 
@@ -738,6 +769,10 @@ class Everything(SimPlugin):
         pass
 
     @hookimpl
+    def interlock_state_exports(self):
+        pass
+
+    @hookimpl
     def interlock_drafter(self):
         pass
 
@@ -779,6 +814,7 @@ build     configure all
 build     runner sim
 build     runner all
 build     kv_source all
+build     state_exports all
 build     chunk_limit all
 build     logits_processor all
 build     drafter all

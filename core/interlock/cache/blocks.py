@@ -1,4 +1,4 @@
-"""A pool of numbered, reference-counted slots, used for KV blocks (and for anything like them).
+"""A pool of numbered, reference-counted slots: KV blocks, and slots for recurrent states.
 
 Ownership is a reference count: whoever needs a slot takes a reference and drops it later. A slot
 is free when nobody holds it. The pool never looks inside a slot.
@@ -32,7 +32,7 @@ class BlockPool:
     @property
     def usage(self) -> float:
         """Share of slots in use, 0 to 1."""
-        return 1.0 - len(self._free) / self.num_blocks
+        return (self.num_blocks - len(self._free)) / max(1, self.num_blocks)
 
     def allocate(self, count: int) -> list[int]:
         """``count`` slots with one reference each; raises OutOfBlocksError and takes none."""

@@ -27,13 +27,18 @@ class Share:
 
 
 def chain(
-    sources: Sequence[tuple[str, KVSource]], request: Request, block_size: int
+    sources: Sequence[tuple[str, KVSource]],
+    request: Request,
+    block_size: int,
+    *,
+    stateful: bool = False,
 ) -> list[Share]:
     """One share for each source, in order, each beginning where the one before it ends. Pure.
 
     The newest token is always computed, since its logits are wanted; so is the whole prompt when
     its log-probabilities are. A source is always asked from the beginning of a block: if it has
     more than the partly filled block that the previous one ends with, that block is left out.
+    ``stateful``: blocks have to come with the recurrent state at their end.
     """
     shares: list[Share] = []
     stop = 0 if request.wants_prompt_logprobs else request.num_tokens - 1
@@ -49,7 +54,24 @@ def chain(
         if tail or not share.match.num_tokens:
             share = Share(plugin, source, reached, Match(0))
         shares.append(share)
+    if stateful:
+        _check_states(shares)
     return shares
+
+
+def _check_states(shares: Sequence[Share]) -> None:
+    for share in shares:
+        if share.match.blocks and share.match.num_tokens and share.match.state is None:
+            raise PluginError(
+                f"plugin {share.plugin!r}: {share.match.num_tokens} tokens come without the "
+                "recurrent state that this model continues from"
+            )
+
+
+def state(shares: Sequence[Share]) -> int | None:
+    """The slot whose state the request continues from; None if it starts or is filled anew."""
+    last = [share.match.state for share in shares if share.match.num_tokens]
+    return last[-1] if last else None
 
 
 def nothing(shares: Sequence[Share]) -> list[Share]:

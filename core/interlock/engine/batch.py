@@ -50,6 +50,8 @@ class Row:
     draft_tokens: list[int]
     num_logits: int
     is_prefilling: bool
+    exports: list[tuple[int, int]] = attrs.field(factory=list)
+    """``(position, slot)``: slots that receive the recurrent state after ``position`` tokens."""
 
     @property
     def stop(self) -> int:
@@ -68,16 +70,34 @@ class Row:
 
 @attrs.define(slots=True, eq=False)
 class Plan:
-    """What one step computes: rows in partition order, and blocks to be copied before it."""
+    """What one step computes: rows in partition order, and what is copied before it.
+
+    A runner copies blocks and states, then zeroes `clears`, then runs the rows. All sources are
+    read before any target is written: a source may get a new owner in the same plan.
+    """
 
     step: int
-    rows: list[Row]
-    copies: list[tuple[int, int]]
+    rows: list[Row] = attrs.field(factory=list)
+    copies: list[tuple[int, int]] = attrs.field(factory=list)
     """``(source, target)`` block pairs: a shared block is copied before it is written."""
+    state_copies: list[tuple[int, int]] = attrs.field(factory=list)
+    """The same for state slots."""
 
     @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def clears(self) -> list[int]:
+        """State slots of rows that begin a sequence: whatever a former owner left is zeroed."""
+        slots = [row.request.state_slot for row in self.rows if row.start == 0]
+        return [slot for slot in slots if slot is not None]
+
+    def forget(self, request: Request) -> None:
+        """Take a request out: its memory may get another owner in this very plan."""
+        self.rows = [row for row in self.rows if row.request is not request]
+        self.copies = [c for c in self.copies if c[1] not in request.block_table]
+        self.state_copies = [c for c in self.state_copies if c[1] != request.state_slot]
 
 
 @attrs.define(slots=True, eq=False)
@@ -98,6 +118,11 @@ class Batch:
     query_lens: list[int]
     context: list[int]
     tables: list[list[int]]
+    state_slots: list[int]
+    """Each row's slot for recurrent states; empty for a model without them."""
+    state_index: Tensor  # [R] int64, the same; empty likewise
+    exports: list[list[tuple[int, int]]]
+    """Each row's exports, positions counted from the row's first token."""
 
     @classmethod
     def build(cls, rows: list[Row], block_size: int, device: torch.device) -> Batch:
@@ -109,6 +134,7 @@ class Batch:
         verify, decode, prefill = _partitions(rows, starts)
         positions = _positions(rows)
         block_tables = _block_tables(tables)
+        slots = [row.request.state_slot for row in rows if row.request.state_slot is not None]
 
         def put(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
@@ -128,6 +154,9 @@ class Batch:
             query_lens=query_lens,
             context=context,
             tables=tables,
+            state_slots=slots,
+            state_index=put(torch.tensor(slots, dtype=torch.int64)),
+            exports=[[(at - row.start, slot) for at, slot in row.exports] for row in rows],
         )
 
 

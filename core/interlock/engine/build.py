@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from interlock.engine.outputs import EngineInfo
-from interlock.extension import ChunkLimit, Drafter, KVSource, LogitsProcessor, Runner, check, noted
+from interlock.errors import PluginError
+from interlock.extension import (
+    ChunkLimit,
+    Drafter,
+    KVSource,
+    LogitsProcessor,
+    Runner,
+    StateExports,
+    check,
+    noted,
+)
 from interlock.plugins import Plugins
 from interlock.settings import Settings
 
@@ -35,6 +46,7 @@ def connect(engine: Engine) -> None:
     """Ask plugins for the objects that scheduler and sampler will call."""
     scheduler = engine.scheduler
     scheduler.sources = _objects(engine, "interlock_kv_source", KVSource)
+    scheduler.exports = _objects(engine, "interlock_state_exports", StateExports)
     scheduler.limits = _objects(engine, "interlock_chunk_limit", ChunkLimit)
     engine.sampler.processors = _objects(engine, "interlock_logits_processor", LogitsProcessor)
     drafter = engine.plugins.exclusive("interlock_drafter", engine=engine)
@@ -45,7 +57,18 @@ def connect(engine: Engine) -> None:
 
 def _objects(engine: Engine, hook: str, protocol: type[Any]) -> list[tuple[str, Any]]:
     answers = engine.plugins.each(hook, engine=engine)
+    if protocol is KVSource and engine.runner.geometry.num_states:
+        _check_sources(answers)
     return [(name, noted(check(thing, protocol, name), protocol, name)) for name, thing in answers]
+
+
+def _check_sources(sources: Sequence[tuple[str, Any]]) -> None:
+    for name, source in sources:
+        if not getattr(source, "supplies_states", False):
+            raise PluginError(
+                f"plugin {name!r} supplies blocks but no recurrent states, which this model's "
+                "layers continue from; leave it out of --plugins, or install a release that does"
+            )
 
 
 def describe(engine: Engine, seconds: float) -> EngineInfo:

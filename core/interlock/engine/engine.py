@@ -6,7 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from interlock.engine import build
+from interlock.engine import build, states
 from interlock.engine.batch import Plan
 from interlock.engine.hooks import WarmHooks
 from interlock.engine.outputs import EngineStats, Output, StepStats, TextStream
@@ -58,7 +58,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Advance every request that can be; returns what that produced."""
         clock, outputs = Clock(), list[Output]()
-        plan, results = Plan(0, [], []), list[RowResult]()
+        plan, results = Plan(0), list[RowResult]()
         try:
             self.hooks.poll()
             plan = self.scheduler.plan()
@@ -67,6 +67,7 @@ class Engine:
                 logits = self.runner.forward(plan)
                 clock.lap("forward_s")
                 results = self.sampler.accept(plan, logits)
+                states.settle(self.runner, plan, results)
                 clock.lap("sample_s")
             outputs = self.scheduler.commit(plan, results)
             clock.lap("commit_s")
@@ -122,6 +123,8 @@ class Engine:
         stats.held = sum(bool(r.holds) for r in scheduler.requests.values())
         stats.kv_usage = scheduler.memory.pool.usage
         stats.num_blocks = scheduler.memory.pool.num_blocks
+        stats.state_usage = scheduler.memory.states.usage
+        stats.num_states = scheduler.memory.states.num_blocks
         stats.preemptions_total = scheduler.num_preemptions
         stats.cached_tokens_total = scheduler.num_cached_tokens
         stats.failed_requests_total = scheduler.num_failed

@@ -27,7 +27,7 @@ class WarmHooks:
 
     poll: Callable[[], None]
     kv_committed: Callable[[Sequence[tuple[Request, int, int]]], None]
-    reclaim: Callable[[int], None]
+    reclaim: Callable[[int, int], None]
     requests_finished: Callable[[Sequence[Request]], None]
     requests_preempted: Callable[[Sequence[Request]], None]
     step_done: Callable[[StepStats], None]

@@ -81,6 +81,9 @@ class EngineStats(msgspec.Struct):
     held: int = 0
     kv_usage: float = 0.0
     num_blocks: int = 0
+    state_usage: float = 0.0
+    """Share of the recurrent state slots in use; 0 without such layers."""
+    num_states: int = 0
     steps_total: int = 0
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0

@@ -159,6 +159,8 @@ class Request:
     num_cached_tokens: int = 0
     prefill_target: int = 0
     block_table: list[int] = attrs.field(factory=list)
+    state_slot: int | None = None
+    """Slot with the state of recurrent layers after ``num_computed_tokens`` tokens."""
     holds: dict[str, float | None] = attrs.field(factory=dict)
     num_preemptions: int = 0
     suspect_until: int = 0

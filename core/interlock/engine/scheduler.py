@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any
 from interlock.cache import sources
 from interlock.cache.blocks import blocks_for
 from interlock.cache.ledger import Ledger
-from interlock.engine import stopping
+from interlock.engine import states, stopping
+from interlock.engine.arrival import check_length, check_queue
 from interlock.engine.batch import Plan, Row, order_key
 from interlock.engine.budget import Budget
 from interlock.engine.drafting import propose
 from interlock.engine.memory import Memory
 from interlock.engine.outputs import Output, final
 from interlock.engine.request import Request, Status
-from interlock.errors import QueueFullError, RequestError, describe_error
-from interlock.extension import ChunkLimit, Drafter, Geometry, KVSource
+from interlock.errors import RequestError, describe_error
+from interlock.extension import ChunkLimit, Drafter, Geometry, KVSource, StateExports
 
 if TYPE_CHECKING:
     from interlock.engine.hooks import WarmHooks
@@ -54,10 +55,13 @@ class Scheduler:
         self.geometry = geometry
         self.hooks = hooks
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.memory = Memory(geometry.num_blocks, geometry.block_size, hooks.reclaim)
+        self.memory = Memory(
+            geometry.num_blocks, geometry.block_size, hooks.reclaim, geometry.num_states
+        )
         self.ledger = Ledger()
         self.sources: Sequence[tuple[str, KVSource]] = ()
         self.limits: Sequence[tuple[str, ChunkLimit]] = ()
+        self.exports: Sequence[tuple[str, StateExports]] = ()
         self.drafter: Drafter | None = None
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -83,8 +87,8 @@ class Scheduler:
         """Queue a request. Raises QueueFullError, or RequestError if it can never run."""
         if request.id in self.requests:
             raise RequestError(f"request id {request.id!r} is in use", param="request_id")
-        self._check_length(request)
-        self._check_queue(request)
+        check_length(request, self.geometry.max_model_len, self.memory.num_tokens)
+        check_queue(request, self.waiting, self.settings)
         max_tokens = request.params.max_tokens
         limit = self.max_len if max_tokens is None else request.num_prompt_tokens + max_tokens
         request.token_limit = min(limit, self.max_len)
@@ -92,28 +96,6 @@ class Scheduler:
         request.sequence_number = self._arrivals
         self.requests[request.id] = request
         bisect.insort(self.waiting, request, key=rank)
-
-    def _check_length(self, request: Request) -> None:
-        if not request.prompt_token_ids:
-            raise RequestError("the prompt has no tokens", param="prompt")
-        room = self.max_len - (request.params.max_tokens != 0)
-        if request.num_prompt_tokens > room:
-            raise RequestError(
-                f"the prompt has {request.num_prompt_tokens} tokens, but at most {room} fit "
-                f"(context {self.geometry.max_model_len}, "
-                f"KV cache {self.memory.num_tokens} tokens)",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-
-    def _check_queue(self, request: Request) -> None:
-        if len(self.waiting) >= self.settings.max_waiting:
-            raise QueueFullError(f"{len(self.waiting)} requests are waiting, which is the limit")
-        most = self.settings.max_waiting_tokens
-        if most is not None and self.waiting:
-            queued = sum(r.num_prompt_tokens for r in self.waiting)
-            if queued + request.num_prompt_tokens > most:
-                raise QueueFullError(f"{queued} prompt tokens are waiting, the limit is {most}")
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it is; its last output comes with the next commit."""
@@ -165,7 +147,7 @@ class Scheduler:
         self._expire(time.monotonic())
         self._release_ended()
         self._step += 1
-        plan = Plan(self._step, [], [])
+        plan = Plan(self._step)
         budget = Budget(*[self.settings.max_num_batched_tokens] * 2)
         self._suspects = [r for r in self._suspects if _still_suspect(r)]
         if self._suspects:
@@ -210,7 +192,7 @@ class Scheduler:
             done: bool = action(request, plan, budget)
         except Exception as error:
             self._finish(request, "error", describe_error(error))
-            plan.rows = [row for row in plan.rows if row.request is not request]
+            plan.forget(request)
             return None
         return done
 
@@ -249,6 +231,8 @@ class Scheduler:
         if request.wants_prompt_logprobs:
             num_logits = end - start
         row = Row(request, start, end - start, drafts, num_logits, request.is_prefilling)
+        if request.is_prefilling and request.state_slot is not None:
+            row.exports = states.exports(self.exports, request, start, end)
         budget.charge(row.num_tokens, self._slots(request))
         request.first_scheduled = request.first_scheduled or time.monotonic()
         plan.rows.append(row)
@@ -257,7 +241,7 @@ class Scheduler:
 
     def _grow(self, request: Request, end: int, plan: Plan, budget: Budget) -> bool:
         """Blocks for tokens up to ``end``, preempting lesser requests if needed."""
-        while not self.memory.grow(request, end, plan.copies):
+        while not self.memory.grow(request, end, plan):
             victim = max(self.running, key=rank)
             if rank(victim) <= rank(request):
                 return False
@@ -269,9 +253,7 @@ class Scheduler:
         for row in plan.rows:
             if row.request is request:
                 budget.charge(-row.num_tokens, -self._slots(request))
-        plan.rows = [row for row in plan.rows if row.request is not request]
-        # Its blocks may get another owner in this very plan, who must not receive its copies.
-        plan.copies = [c for c in plan.copies if c[1] not in request.block_table]
+        plan.forget(request)
         self._requeue(request)
         self._preempted.append(request)
         request.num_preemptions += 1
@@ -291,7 +273,8 @@ class Scheduler:
 
     def _admit(self, request: Request, plan: Plan, budget: Budget) -> bool:
         """Move a waiting request to running. False if there is no room for it yet."""
-        shares = sources.chain(self.sources, request, self.memory.block_size)
+        size, stateful = self.memory.block_size, self.memory.has_states
+        shares = sources.chain(self.sources, request, size, stateful=stateful)
         room = self._place(request, shares, budget)
         if room is False and shares and not self.running:
             # What it shares may be all that fills the memory: then sharing nothing frees it.
@@ -321,7 +304,8 @@ class Scheduler:
         if end <= start:
             return None
         table = sources.table(shares, self.memory.block_size)
-        return self.memory.place(request, table, start, end, len(self.running))
+        state = sources.state(shares) if self.memory.has_states else None
+        return self.memory.place(request, table, start, end, len(self.running), state)
 
     # -- results -------------------------------------------------------------------------------
 
@@ -426,13 +410,17 @@ class Scheduler:
             if late:
                 self._finish(request, "error", f"{late[0]} did not deliver in time")
 
-    def check(self, extra: Collection[Sequence[int]] = ()) -> None:
-        """Raise AssertionError unless every block reference is accounted for.
+    def check(
+        self, extra: Collection[Sequence[int]] = (), extra_states: Collection[Sequence[int]] = ()
+    ) -> None:
+        """Raise AssertionError unless every reference to blocks and states is accounted for.
 
-        ``extra`` lists the blocks that plugins hold.
+        ``extra`` and ``extra_states`` list those that plugins hold.
         """
-        held = [r.block_table for r in (*self.running, *self.waiting, *self._ended)]
-        self.memory.pool.check([*held, *extra])
+        everyone = (*self.running, *self.waiting, *self._ended)
+        self.memory.pool.check([*(r.block_table for r in everyone), *extra])
+        slots = [[r.state_slot] for r in everyone if r.state_slot is not None]
+        self.memory.states.check([*slots, *extra_states])
         for request in self.running:
             assert request.num_computed_tokens <= request.num_tokens
             needed = blocks_for(request.num_computed_tokens, self.memory.block_size)
