@@ -50,7 +50,9 @@ class EngineSettings:
         None, "bytes for the KV cache (default: part of the free memory)", _positive
     )
     num_states: int | None = option(
-        None, "recurrent state slots, for models with such layers (default: max_num_seqs)", _positive
+        None,
+        "recurrent state slots, if the model has states (default: max_num_seqs)",
+        _positive,
     )
     max_num_seqs: int = option(64, "sequences that run at once", v.ge(1))
     max_num_batched_tokens: int = option(1024, "tokens computed in one step", v.ge(1))

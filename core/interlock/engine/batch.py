@@ -121,6 +121,8 @@ class Batch:
     state_slots: list[int]
     """Each row's slot for recurrent states; empty for a model without them."""
     state_index: Tensor  # [R] int64, the same; empty likewise
+    starts: list[int]
+    """``cu_seqlens_q`` as a list."""
     exports: list[list[tuple[int, int]]]
     """Each row's exports, positions counted from the row's first token."""
 
@@ -154,6 +156,7 @@ class Batch:
             query_lens=query_lens,
             context=context,
             tables=tables,
+            starts=starts,
             state_slots=slots,
             state_index=put(torch.tensor(slots, dtype=torch.int64)),
             exports=[[(at - row.start, slot) for at, slot in row.exports] for row in rows],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from interlock import ops
 from interlock.cache.blocks import blocks_for
-from interlock.engine.batch import Batch, Plan
+from interlock.engine.batch import Batch, Plan, order_key
 from interlock.errors import ConfigError
 from interlock.extension import Geometry, check
 from interlock.plugins import Plugins
@@ -34,6 +34,7 @@ class ModelRunner:
         self, settings: Settings, plugins: Plugins, progress: Progress | None = None
     ) -> None:
         engine = settings.engine
+        self.local_ranks = 1
         self.load_seconds: dict[str, float] = {}
         if engine.threads is not None:
             torch.set_num_threads(engine.threads)
@@ -76,22 +77,60 @@ class ModelRunner:
 
     def _allocate(self, engine: EngineSettings) -> Geometry:
         max_model_len = _max_model_len(engine, self.config.max_position_embeddings)
+        num_states = self._num_states(engine)
+        num_blocks = engine.num_blocks or self._num_blocks(engine, max_model_len, num_states)
+        options = (num_states,) if num_states else ()
+        self.model.allocate_caches(num_blocks, engine.block_size, *options)
+        vocab_size = self.config.vocab_size
+        return Geometry(num_blocks, engine.block_size, max_model_len, vocab_size, num_states)
+
+    @property
+    def state_bytes_per_slot(self) -> int:
+        """Bytes of one sequence's recurrent states on this rank; 0 for a model without any."""
+        count = getattr(self.model, "state_bytes_per_slot", None)
+        return int(count()) if count else 0
+
+    def _num_states(self, engine: EngineSettings) -> int:
+        if self.state_bytes_per_slot:
+            return engine.num_states or engine.max_num_seqs
+        if engine.num_states:
+            raise ConfigError("engine.num_states: this model has no recurrent layers; leave it out")
+        return 0
+
+    def _num_blocks(self, engine: EngineSettings, max_model_len: int, num_states: int) -> int:
+        """As many blocks as the budget holds, at most what all sequences together could use."""
         block_bytes = self.model.cache_bytes_per_block(engine.block_size)
-        num_blocks = engine.num_blocks or _num_blocks(
-            engine, block_bytes, max_model_len, self.device
-        )
-        self.model.allocate_caches(num_blocks, engine.block_size)
-        return Geometry(num_blocks, engine.block_size, max_model_len, self.config.vocab_size)
+        wanted = engine.max_num_seqs * blocks_for(max_model_len, engine.block_size)
+        whole = (engine.kv_cache_bytes or _cache_budget(self.device)) // self.local_ranks
+        budget = whole - num_states * self.state_bytes_per_slot
+        count = min(wanted, budget // block_bytes)
+        if count < 1:
+            raise ConfigError(
+                f"engine.kv_cache_bytes: of {whole} bytes {max(0, budget)} are left beside "
+                f"{num_states} recurrent states, which hold no block of {block_bytes} bytes; "
+                "give more, or a smaller engine.block_size or engine.num_states"
+            )
+        return count
 
     @torch.inference_mode()
     def forward(self, plan: Plan) -> Tensor:
         """Logits [S, V] of the positions that the rows ask for, in row order."""
         if plan.copies:
             self.model.copy_blocks(plan.copies)
+        if plan.state_copies:
+            self.model.copy_states(plan.state_copies)
+        if plan.clears:
+            self.model.clear_states(plan.clears)
         batch = Batch.build(plan.rows, self.block_size, self.device)
         hidden = self.model.forward(batch)
         logits: Tensor = self.model.logits(hidden)
         return logits
+
+    @torch.inference_mode()
+    def settle(self, plan: Plan, kept: Sequence[int]) -> None:
+        """Verify rows continue from the state after ``kept[i]`` of row i's tokens."""
+        pairs = zip(plan.rows, kept, strict=True)
+        self.model.settle_states([count for row, count in pairs if order_key(row) == 0])
 
     @property
     def num_parameters(self) -> int:
@@ -156,21 +195,6 @@ def _max_model_len(engine: EngineSettings, trained: int) -> int:
             f"not {engine.max_model_len}"
         )
     return engine.max_model_len
-
-
-def _num_blocks(
-    engine: EngineSettings, block_bytes: int, max_model_len: int, device: torch.device
-) -> int:
-    """As many blocks as the budget holds, at most what all sequences together could use."""
-    wanted = engine.max_num_seqs * blocks_for(max_model_len, engine.block_size)
-    budget = engine.kv_cache_bytes or _cache_budget(device)
-    count = min(wanted, budget // block_bytes)
-    if count < 1:
-        raise ConfigError(
-            f"engine.kv_cache_bytes: {budget} bytes hold no block of {block_bytes} bytes; "
-            "give more, or a smaller engine.block_size"
-        )
-    return count
 
 
 def _cache_budget(device: torch.device) -> int:

@@ -21,7 +21,9 @@ class Attention:
 
     def __init__(self, name: str, config: ModelConfig, build: Build) -> None:
         self._build = build
-        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        tp = build.tp
+        self.heads = config.num_attention_heads // tp.size
+        self.kv_heads = max(1, config.num_key_value_heads // tp.size)
         self._head_dim = config.head_dim
         self._scale = config.head_dim**-0.5
         self.qkv = Projection(
@@ -34,6 +36,8 @@ class Attention:
             ],
             build,
             bias=config.attention_bias,
+            shard="out",
+            unit=config.head_dim,
         )
         self.o = Projection(
             f"{name}.o_proj",
@@ -41,6 +45,8 @@ class Attention:
             [(f"{name}.o_proj", config.hidden_size)],
             build,
             bias=config.attention_output_bias,
+            shard="in",
+            unit=config.head_dim,
         )
         self._norms = self._make_norms(name, config) if config.qk_norm else ()
         self.k_cache: Tensor
@@ -61,7 +67,7 @@ class Attention:
             norm.load(source, self._build.dtype, self._build.device)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
-        shape = (num_blocks, block_size, self._kv_heads, self._head_dim)
+        shape = (num_blocks, block_size, self.kv_heads, self._head_dim)
         self.k_cache = zeros(shape, self._build.dtype, self._build.device)
         self.v_cache = zeros(shape, self._build.dtype, self._build.device)
 
@@ -77,14 +83,14 @@ class Attention:
             self.k_cache,
             self.v_cache,
             batch.slot_mapping,
-            self._heads,
-            self._kv_heads,
+            self.heads,
+            self.kv_heads,
         )
 
     def _normalize(self, qkv: Tensor) -> None:
         """Normalize every head of q and k in place."""
         start = 0
-        for norm, heads in zip(self._norms, (self._heads, self._kv_heads), strict=True):
+        for norm, heads in zip(self._norms, (self.heads, self.kv_heads), strict=True):
             columns = qkv[:, start : start + heads * self._head_dim]
             normed = norm(columns.reshape(-1, self._head_dim))
             columns.copy_(normed.view(columns.shape))

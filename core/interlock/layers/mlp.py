@@ -8,6 +8,9 @@ from interlock.layers.projection import Build, Projection, Shapes
 from interlock.weights.config import ModelConfig
 from interlock.weights.source import WeightSource
 
+GROUP = 32
+"""Inputs that share a scale in block formats; a range of columns never cuts a group."""
+
 
 class MLP:
     """Gate and up are one linear layer."""
@@ -21,6 +24,8 @@ class MLP:
             [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)],
             build,
             bias=config.mlp_bias,
+            shard="out",
+            unit=GROUP,
         )
         self.down = Projection(
             f"{name}.down_proj",
@@ -28,6 +33,8 @@ class MLP:
             [(f"{name}.down_proj", config.hidden_size)],
             build,
             bias=config.mlp_bias,
+            shard="in",
+            unit=GROUP,
         )
 
     def expected(self) -> Shapes:

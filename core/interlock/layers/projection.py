@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from interlock.layers.linear import Linear, RowKinds
 from interlock.ops import OpTable
+from interlock.ops.reference import wide
+from interlock.parallel.group import SINGLE, TensorParallel
 from interlock.weights.source import WeightSource
 
 Shapes = dict[str, tuple[int, ...]]
@@ -25,11 +27,23 @@ class Build:
     dtype: torch.dtype
     device: torch.device
     batch_invariant: bool | None = None
+    tp: TensorParallel = SINGLE
     kinds: RowKinds = attrs.field(factory=RowKinds)
 
 
+def widened(build: Build) -> Build:
+    """For layers whose arithmetic is float32 even in a half-precision model."""
+    return attrs.evolve(build, dtype=wide(build.dtype))
+
+
 class Projection:
-    """One merged linear: the outputs of ``parts`` (checkpoint name, rows) side by side."""
+    """One merged linear: the outputs of ``parts`` (checkpoint name, rows) side by side.
+
+    ``shard="out"``: a rank holds a share of every part's rows; ``unit`` rows stay together (a
+    head). A part with fewer units than ranks is held by several ranks.
+    ``shard="in"``: a rank holds a share of the columns, in multiples of ``unit``, and the result is
+    summed over the ranks unless ``reduce`` is False.
+    """
 
     def __init__(
         self,
@@ -39,16 +53,23 @@ class Projection:
         build: Build,
         *,
         bias: bool = False,
+        shard: Literal["out", "in"] | None = None,
+        unit: int = 1,
+        reduce: bool = True,
     ) -> None:
         self._parts = list(parts)
         self._in_features = in_features
         self._bias = bias
         self._build = build
-        rows = [size for _, size in parts]
+        self._sums = shard == "in" and reduce and build.tp.size > 1
+        self._columns = build.tp.share(in_features, unit) if shard == "in" else (0, in_features)
+        self._rows = [rows_of(rows, unit, build.tp, shard == "out") for _, rows in parts]
+        sizes = [stop - start for start, stop in self._rows]
+        self.out_features = sum(sizes)
         self.linear = Linear(
             name,
-            in_features,
-            rows,
+            self._columns[1] - self._columns[0],
+            sizes,
             build.linear_method,
             dtype=build.dtype,
             device=build.device,
@@ -57,6 +78,7 @@ class Projection:
         )
 
     def expected(self) -> Shapes:
+        """The whole tensors' shapes, whatever this rank holds."""
         shapes: Shapes = {}
         for name, rows in self._parts:
             shapes[f"{name}.weight"] = (rows, self._in_features)
@@ -65,13 +87,38 @@ class Projection:
         return shapes
 
     def load(self, source: WeightSource) -> None:
-        weights = [source.get(f"{name}.weight") for name, _ in self._parts]
+        if not self.linear.in_features or not self.out_features:
+            return
+        weights = [
+            source.get(f"{name}.weight").part(0, *rows).part(1, *self._columns)
+            for (name, _), rows in zip(self._parts, self._rows, strict=True)
+        ]
         self.linear.load(weights, self._load_bias(source) if self._bias else None)
 
     def _load_bias(self, source: WeightSource) -> Tensor:
         dtype, device = self._build.dtype, self._build.device
-        biases = [source.get(f"{name}.bias").dense(dtype) for name, _ in self._parts]
-        return torch.cat(biases).to(device)
+        biases = [
+            source.get(f"{name}.bias").part(0, *rows).dense(dtype)
+            for (name, _), rows in zip(self._parts, self._rows, strict=True)
+        ]
+        joined = torch.cat(biases).to(device)
+        # Summed over the ranks, a bias counts once.
+        return joined if not self._sums or self._build.tp.rank == 0 else torch.zeros_like(joined)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.linear(x)
+        if self.linear.in_features == 0:
+            y = x.new_zeros(len(x), self.out_features)
+        else:
+            y = self.linear(x)
+        return self._build.tp.all_reduce(y) if self._sums else y
+
+
+def rows_of(total: int, unit: int, tp: TensorParallel, sharded: bool) -> tuple[int, int]:
+    """This rank's rows. With fewer units than ranks, neighbouring ranks hold the same unit."""
+    if not sharded:
+        return 0, total
+    units = total // unit
+    if units and tp.size > units and tp.size % units == 0:
+        first = tp.rank * units // tp.size
+        return first * unit, (first + 1) * unit
+    return tp.share(total, unit)

@@ -28,6 +28,13 @@ def cos_sin_table(config: ModelConfig, length: int, divisors: Tensor | None = No
     return torch.stack((angles.cos() * scale, angles.sin() * scale), dim=1)
 
 
+def frequencies_table(dim: int, base: float, length: int) -> Tensor:
+    """Table [length, 2, dim / 2] float32 of plain rotary embedding: cosines, then sines."""
+    periods = base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    angles = torch.arange(length, dtype=torch.float32)[:, None] / periods
+    return torch.stack((angles.cos(), angles.sin()), dim=1)
+
+
 def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     """Inverse frequencies [head_dim / 2] float32, and the factor on cosines and sines."""
     scaling, dim, base = config.rope_scaling, config.head_dim, config.rope_theta

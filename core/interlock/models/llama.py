@@ -16,11 +16,13 @@ from torch import Tensor
 
 from interlock.errors import WeightsError
 from interlock.layers.attention import Attention
+from interlock.layers.embedding import Head, VocabEmbedding
 from interlock.layers.mlp import MLP
 from interlock.layers.norm import RMSNorm
-from interlock.layers.projection import Build, Projection, Shapes
+from interlock.layers.projection import Build, Shapes
 from interlock.layers.rope import cos_sin_table
 from interlock.ops import OpTable
+from interlock.parallel.group import SINGLE, TensorParallel
 from interlock.weights.config import ModelConfig
 from interlock.weights.config_gguf import ROPE_FREQS
 from interlock.weights.gguf_header import summary
@@ -90,12 +92,16 @@ class LlamaModel:
         device: torch.device,
         *,
         batch_invariant: bool | None = None,
+        tp: TensorParallel = SINGLE,
         max_positions: int | None = None,
     ) -> None:
         self.config = config
         self.num_parameters = 0
         self.weight_bytes = 0
-        self._build = Build(ops, linear_method, dtype, device, batch_invariant)
+        self.tap_layers: tuple[int, ...] = ()
+        self.taps: Tensor | None = None
+        config.check_tp(tp.size)
+        self._build = Build(ops, linear_method, dtype, device, batch_invariant, tp)
         self._positions = max_positions or config.max_position_embeddings
         self.layers = [
             DecoderLayer(f"model.layers.{index}", config, self._build)
@@ -104,13 +110,14 @@ class LlamaModel:
         self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, ops)
         tied = config.tie_word_embeddings
         head = _EMBEDDING.removesuffix(".weight") if tied else _HEAD
-        self.head = Projection(_HEAD, config.hidden_size, [(head, config.vocab_size)], self._build)
-        self.embedding: Tensor
+        size, vocab = config.hidden_size, config.vocab_size
+        self.embedding = VocabEmbedding(_EMBEDDING, vocab, size, self._build)
+        self.head = Head(_HEAD, head, size, vocab, self._build)
         self.cos_sin: Tensor
 
     def expected_weights(self) -> Shapes:
         """Shape of every tensor that the checkpoint must have, by name."""
-        shapes: Shapes = {_EMBEDDING: (self.config.vocab_size, self.config.hidden_size)}
+        shapes: Shapes = self.embedding.expected()
         for layer in self.layers:
             shapes |= layer.expected()
         return shapes | {"model.norm.weight": (self.config.hidden_size,)} | self.head.expected()
@@ -138,26 +145,30 @@ class LlamaModel:
         yield self._load_head
 
     def _load_embedding(self, source: WeightSource) -> None:
-        dtype, device = self._build.dtype, self._build.device
-        self.embedding = source.get(_EMBEDDING).dense(dtype).to(device)
+        self.embedding.load(source)
         divisors = source.get(ROPE_FREQS).dense(torch.float32) if _has_divisors(source) else None
-        self.cos_sin = cos_sin_table(self.config, self._positions, divisors).to(device)
+        self.cos_sin = cos_sin_table(self.config, self._positions, divisors).to(self._build.device)
 
     def _load_head(self, source: WeightSource) -> None:
         self.norm.load(source, self._build.dtype, self._build.device)
         self.head.load(source)
 
-    def allocate_caches(self, num_blocks: int, block_size: int) -> None:
-        """Allocate zeroed keys and values of all layers."""
-        config = self.config
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self._build.ops.prepare(heads, kv_heads, config.head_dim)
+    def allocate_caches(self, num_blocks: int, block_size: int, num_states: int = 0) -> None:
+        """Allocate zeroed keys and values of all layers; there are no states."""
+        assert num_states == 0
+        attention = self.layers[0].attention
+        self._build.ops.prepare(attention.heads, attention.kv_heads, self.config.head_dim)
         for layer in self.layers:
             layer.attention.allocate_cache(num_blocks, block_size)
 
+    def state_bytes_per_slot(self) -> int:
+        return 0
+
     def cache_bytes_per_block(self, block_size: int) -> int:
-        """Bytes that one block takes over all layers, keys and values together."""
-        return block_size * self.config.kv_bytes_per_token(self._build.dtype.itemsize)
+        """Bytes that one block takes on this rank over all layers, keys and values together."""
+        heads = self.layers[0].attention.kv_heads
+        per_token = 2 * len(self.layers) * heads * self.config.head_dim
+        return block_size * per_token * self._build.dtype.itemsize
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks ``(source, target)`` in every layer; no target is also a source."""
@@ -170,20 +181,24 @@ class LlamaModel:
         """Write the step's keys and values; final-normed hidden states [S, H] of the rows asked."""
         # All tokens of verify and decode rows have logits, so they lead the asked rows as well.
         self._build.kinds.leading = batch.decode.tokens.stop
-        x: Tensor = self.embedding[batch.token_ids]
+        x: Tensor = self.embedding(batch.token_ids)
+        tapped: list[Tensor] = []
         residual: Tensor | None = None
         everything = len(batch.logits_indices) == len(batch.token_ids)
-        last = self.layers[-1]
-        for layer in self.layers:
-            rows = batch.logits_indices if layer is last and not everything else None
+        last = None if everything or self.tap_layers else self.layers[-1]
+        for index, layer in enumerate(self.layers):
+            rows = batch.logits_indices if layer is last else None
             x, residual = layer(x, residual, self.cos_sin, batch, rows)
+            if index in self.tap_layers:
+                tapped.append(x + residual)
+        self.taps = torch.cat(tapped, dim=-1) if tapped else None
         assert residual is not None
+        if last is None and not everything:
+            x, residual = x[batch.logits_indices], residual[batch.logits_indices]
         return self.norm.add(x, residual)[0] if len(x) else x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``hidden`` [S, H] to logits [S, V] in the model's dtype."""
-        if not len(hidden):
-            return hidden.new_empty(0, self.config.vocab_size)
         return self.head(hidden)
 
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from interlock.errors import PluginError, WeightsError
+from interlock.models.kimi_k3 import KimiModel
 from interlock.models.llama import LlamaModel
 from interlock.ops import OpTable
-from interlock.weights.config import ModelConfig
+from interlock.parallel.group import SINGLE, TensorParallel
 from interlock.weights.source import open_weights
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ MODELS: Final[Mapping[str, type[Any]]] = {
     "MistralForCausalLM": LlamaModel,
     "Qwen2ForCausalLM": LlamaModel,
     "Qwen3ForCausalLM": LlamaModel,
+    "KimiK3ForConditionalGeneration": KimiModel,
+    "KimiLinearForCausalLM": KimiModel,
 }
 
 
@@ -34,7 +37,7 @@ def merged_models(extra: Mapping[str, type[Any]]) -> dict[str, type[Any]]:
 
 def build_model(
     files: ModelFiles,
-    config: ModelConfig,
+    config: Any,
     *,
     ops: OpTable,
     linear_method: Callable[..., Any],
@@ -42,6 +45,7 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     batch_invariant: bool | None = None,
+    tp: TensorParallel = SINGLE,
     progress: Callable[[str, float], None] | None = None,
 ) -> Any:
     """Build the model that ``config`` describes and load its weights.
@@ -56,7 +60,13 @@ def build_model(
             f"supported: {', '.join(sorted(models))}"
         )
     model = models[config.architecture](
-        config, ops, linear_method, dtype, device, batch_invariant=batch_invariant
+        config,
+        ops,
+        linear_method,
+        dtype,
+        device,
+        batch_invariant=batch_invariant,
+        **({"tp": tp} if tp.size > 1 else {}),
     )
     with open_weights(files, config) as source:
         model.load(source, progress)

@@ -17,13 +17,28 @@ OPS = tuple(torch_ops.OPS)
 
 @attrs.define(slots=True, eq=False)
 class OpTable:
-    """The implementations in use. Shapes and meanings are those of `interlock.ops.reference`."""
+    """The implementations in use.
+
+    Shapes and meanings are those of `interlock.ops.reference`, and of `interlock.ops.kda`,
+    `.latent` and `.experts` for the ops of hybrid models.
+    """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
     rope_store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
     attention: Callable[[Tensor, Tensor, Tensor, Any, float], Tensor]
+    causal_conv: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    kda_gate: Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
+    kda_recurrent: Callable[..., tuple[Tensor, list[Tensor]]]
+    kda_chunk: Callable[..., tuple[Tensor, Tensor, list[Tensor]]]
+    gated_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    residual_mix: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    latent_store: Callable[[Tensor, Tensor, Tensor], None]
+    mla_attention: Callable[[Tensor, Tensor, Tensor, Tensor, Any, float], Tensor]
+    situ_mul: Callable[[Tensor, float, float | None], Tensor]
+    route: Callable[..., tuple[Tensor, Tensor]]
+    run_experts: Callable[..., Tensor]
     choices: dict[str, str]
     """Which implementation of each op runs, and why."""
     dtype: torch.dtype
@@ -45,8 +60,9 @@ def build(
     ``overrides`` has plugins' implementations by (op, device type) and wins; an unknown op in it
     is a `PluginError`. On a CPU numba kernels are used where they can be, else torch.
     """
-    ops, how = _core(device, dtype)
-    choices = dict.fromkeys(OPS, how)
+    ours, how = _core(device, dtype)
+    ops = {**torch_ops.OPS, **ours}
+    choices = {name: how if name in ours else "torch" for name in OPS}
     for (op, kind), function in overrides.items():
         if op not in OPS:
             raise PluginError(f"a plugin has a kernel for {op!r}; ops are {', '.join(OPS)}")

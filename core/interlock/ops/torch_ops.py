@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from interlock.ops import reference
+from interlock.ops import experts, kda, latent, reference
 
 
 def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Any, scale: float) -> Tensor:
@@ -101,4 +101,15 @@ OPS: dict[str, Any] = {
     "silu_mul": reference.silu_mul,
     "rope_store": reference.rope_store,
     "attention": attention,
+    "causal_conv": kda.causal_conv,
+    "kda_gate": kda.kda_gate,
+    "kda_recurrent": kda.kda_recurrent,
+    "kda_chunk": kda.kda_chunk,
+    "gated_norm": kda.gated_norm,
+    "residual_mix": kda.residual_mix,
+    "latent_store": latent.latent_store,
+    "mla_attention": latent.mla_attention,
+    "situ_mul": experts.situ_mul,
+    "route": experts.route,
+    "run_experts": experts.run_experts,
 }

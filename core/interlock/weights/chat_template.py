@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlock.errors import WeightsError
-from interlock.weights.config_hf import read_object
+from interlock.weights.fields import read_object
 from interlock.weights.gguf_header import read_header
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 
-from interlock.errors import WeightsError
+from interlock.errors import ConfigError, WeightsError
 
 if TYPE_CHECKING:
     from interlock.weights.resolve import ModelFiles
@@ -20,6 +20,8 @@ ARCHITECTURES: Final = (
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "KimiK3ForConditionalGeneration",
+    "KimiLinearForCausalLM",
 )
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 DTYPE_BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -100,6 +102,25 @@ class ModelConfig:
         """Bytes of keys and values that one token keeps in the caches of all layers."""
         return 2 * self.num_hidden_layers * self.kv_size * element_bytes
 
+    def state_bytes_per_sequence(self, element_bytes: int = 2, tp: int = 1) -> int:  # noqa: ARG002
+        """No layer is recurrent."""
+        return 0
+
+    def check_tp(self, tp: int) -> None:
+        """Raise ConfigError if the heads cannot be spread over ``tp`` ranks."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        fits = [n for n in range(1, heads + 1) if heads % n == 0 and _shares(kv_heads, n)]
+        if tp not in fits:
+            raise ConfigError(
+                f"engine.tp: {heads} attention heads and {kv_heads} key and value heads cannot be "
+                f"shared evenly by {tp} ranks; use one of {', '.join(map(str, fits))}"
+            )
+
+
+def _shares(kv_heads: int, ranks: int) -> bool:
+    """Whether each rank has whole heads, or one that several ranks hold."""
+    return kv_heads % ranks == 0 or ranks % kv_heads == 0
+
 
 _POSITIVE: Final = (
     "vocab_size",
@@ -113,10 +134,8 @@ _POSITIVE: Final = (
 )
 
 
-def load_config(
-    files: ModelFiles, extra_models: Mapping[str, type[Any]] | None = None
-) -> ModelConfig:
-    """Read the configuration of a model.
+def load_config(files: ModelFiles, extra_models: Mapping[str, type[Any]] | None = None) -> Any:
+    """Read the configuration of a model: a `ModelConfig`, a `KimiConfig`, or a plugin's own.
 
     ``extra_models`` are classes of plugins by architecture. A class with a static
     ``read_config(files)`` reads its own; for others config.json means what it means for Llama.
@@ -134,8 +153,7 @@ def load_config(
     extra = extra_models or {}
     reader = getattr(extra.get(architecture_of(files.path, tuple(extra))), "read_config", None)
     if reader is not None:
-        config: ModelConfig = reader(files)
-        return config
+        return reader(files)
     return from_folder(files.path, tuple(extra))
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from interlock.errors import WeightsError
 from interlock.weights.config import (
@@ -15,35 +14,19 @@ from interlock.weights.config import (
     refuse_sliding_window,
     unsupported_architecture,
 )
+from interlock.weights.config_kimi import KIMI, KimiConfig, from_fields
+from interlock.weights.fields import Fields, read_object
 
 _MODEL_TYPES: Final = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "kimi_k3": "KimiK3ForConditionalGeneration",
+    "kimi_linear": "KimiLinearForCausalLM",
 }
 # What the library that wrote the file assumes for a key that isn't there.
 _MAX_POSITIONS: Final = {"LlamaForCausalLM": 2048, "MistralForCausalLM": 131072}
-_MAX_BYTES: Final = 64 << 20
-
-
-def read_json(path: Path) -> Any:
-    """Parse a JSON file; `WeightsError` names the file and the position of an error."""
-    try:
-        if path.stat().st_size > _MAX_BYTES * 8:
-            raise WeightsError(f"{path} is absurdly large for a JSON file")
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise WeightsError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{path} is not valid JSON, perhaps cut short: {error}") from error
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    data = read_json(path)
-    if not isinstance(data, dict):
-        raise WeightsError(f"{path}: expected a JSON object, found {type(data).__name__}")
-    return data
 
 
 class TokenFacts(NamedTuple):
@@ -55,6 +38,8 @@ class TokenFacts(NamedTuple):
 def token_facts(folder: Path) -> TokenFacts:
     """What a tokenizer needs of ``config.json``, whatever the architecture."""
     fields = _fields(folder)
+    if "text_config" in fields.data:
+        fields = fields.object("text_config")
     bos = fields.ids("bos_token_id")
     return TokenFacts(fields.integer("vocab_size"), bos[0] if bos else None, _eos(folder, fields))
 
@@ -64,13 +49,15 @@ def architecture_of(folder: Path, extra: Sequence[str] = ()) -> str:
     return _architecture(_fields(folder), extra)
 
 
-def from_folder(folder: Path, extra: Sequence[str] = ()) -> ModelConfig:
+def from_folder(folder: Path, extra: Sequence[str] = ()) -> ModelConfig | KimiConfig:
     """Read ``config.json`` and, for the end-of-sequence ids, ``generation_config.json``.
 
     Architectures in ``extra`` are accepted beside the core's.
     """
     fields = _fields(folder)
     architecture = _architecture(fields, extra)
+    if architecture in KIMI:
+        return from_fields(fields, architecture, _eos(folder, fields))
     heads = fields.integer("num_attention_heads")
     hidden = fields.integer("hidden_size")
     max_positions = fields.integer(
@@ -106,11 +93,11 @@ def from_folder(folder: Path, extra: Sequence[str] = ()) -> ModelConfig:
     )
 
 
-def _fields(folder: Path) -> _Fields:
+def _fields(folder: Path) -> Fields:
     path = folder / "config.json"
     if not path.is_file():
         raise WeightsError(f"{folder} has no config.json; it isn't a Hugging Face model folder")
-    return _Fields(path, read_object(path))
+    return Fields(path, read_object(path))
 
 
 def _kv_heads(architecture: str, heads: int) -> int:
@@ -119,51 +106,7 @@ def _kv_heads(architecture: str, heads: int) -> int:
     return heads if architecture == "LlamaForCausalLM" else 32
 
 
-class _Fields:
-    """Typed access to a JSON object, with errors that name the file and the key."""
-
-    def __init__(self, path: Path, data: Mapping[str, Any]) -> None:
-        self.path = path
-        self.data = data
-
-    def _get(self, key: str, default: Any) -> Any:
-        value = self.data.get(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise WeightsError(f"{self.path}: {key} is missing")
-        return value
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self._get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**40:
-            raise WeightsError(f"{self.path}: {key} must be a non-negative integer, not {value!r}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self._get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise WeightsError(f"{self.path}: {key} must be a positive number, not {value!r}")
-        return float(value)
-
-    def optional_number(self, key: str) -> float | None:
-        return None if self.data.get(key) is None else self.number(key)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self._get(key, default)
-        if not isinstance(value, bool):
-            raise WeightsError(f"{self.path}: {key} must be true or false, not {value!r}")
-        return value
-
-    def ids(self, key: str) -> tuple[int, ...]:
-        value = self.data.get(key)
-        items = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in items):
-            raise WeightsError(f"{self.path}: {key} must be token ids, not {value!r}")
-        return tuple(items)
-
-
-def _architecture(fields: _Fields, extra: Sequence[str] = ()) -> str:
+def _architecture(fields: Fields, extra: Sequence[str] = ()) -> str:
     names = fields.data.get("architectures")
     if isinstance(names, list) and names:
         name = str(names[0])
@@ -175,7 +118,7 @@ def _architecture(fields: _Fields, extra: Sequence[str] = ()) -> str:
     return name
 
 
-def _refuse(fields: _Fields, architecture: str, max_positions: int) -> None:
+def _refuse(fields: Fields, architecture: str, max_positions: int) -> None:
     """Stop on options that would silently change the results."""
     quantization = fields.data.get("quantization_config")
     if quantization:
@@ -194,7 +137,7 @@ def _refuse(fields: _Fields, architecture: str, max_positions: int) -> None:
     refuse_sliding_window(_sliding_window(fields, architecture), max_positions, str(fields.path))
 
 
-def _sliding_window(fields: _Fields, architecture: str) -> int | None:
+def _sliding_window(fields: Fields, architecture: str) -> int | None:
     """The window of the layers that use one, or None (Qwen has one only if switched on)."""
     if architecture == "LlamaForCausalLM":
         return None
@@ -212,14 +155,14 @@ def _sliding_window(fields: _Fields, architecture: str) -> int | None:
     return fields.integer("sliding_window", 4096) if slides else None
 
 
-def _rope(fields: _Fields) -> _Fields:
+def _rope(fields: Fields) -> Fields:
     data = fields.data.get("rope_parameters") or fields.data.get("rope_scaling") or {}
     if not isinstance(data, dict):
         raise WeightsError(f"{fields.path}: rope_scaling must be an object, not {data!r}")
-    return _Fields(fields.path, data)
+    return Fields(fields.path, data)
 
 
-def _rope_scaling(fields: _Fields, max_positions: int) -> RopeScaling:
+def _rope_scaling(fields: Fields, max_positions: int) -> RopeScaling:
     rope = _rope(fields)
     kind = rope.data.get("rope_type") or rope.data.get("type") or "default"
     if kind == "default":
@@ -246,7 +189,7 @@ def _rope_scaling(fields: _Fields, max_positions: int) -> RopeScaling:
     )
 
 
-def _yarn(rope: _Fields, original: int, max_positions: int) -> RopeScaling:
+def _yarn(rope: Fields, original: int, max_positions: int) -> RopeScaling:
     return RopeScaling(
         kind="yarn",
         factor=rope.optional_number("factor") or max_positions / original,
@@ -260,16 +203,16 @@ def _yarn(rope: _Fields, original: int, max_positions: int) -> RopeScaling:
     )
 
 
-def _eos(folder: Path, fields: _Fields) -> tuple[int, ...]:
+def _eos(folder: Path, fields: Fields) -> tuple[int, ...]:
     """generation_config.json wins: chat models list their end-of-turn token only there."""
     path = folder / "generation_config.json"
     if path.is_file():
-        ids = _Fields(path, read_object(path)).ids("eos_token_id")
+        ids = Fields(path, read_object(path)).ids("eos_token_id")
         if ids:
             return tuple(dict.fromkeys(ids + fields.ids("eos_token_id")))
     return fields.ids("eos_token_id")
 
 
-def _dtype(fields: _Fields) -> str:
+def _dtype(fields: Fields) -> str:
     value = fields.data.get("dtype") or fields.data.get("torch_dtype") or "float32"
     return str(value).removeprefix("torch.")

@@ -40,6 +40,13 @@ class SafetensorsSource(WeightSource):
             )
         return _SafetensorsTensor(info, self._file(info.file))
 
+    def raw(self, name: str) -> torch.Tensor:
+        """The stored tensor, of whatever dtype."""
+        if name not in self.infos:
+            raise WeightsError(f"tensor {name!r} is not in the model's files")
+        tensor: torch.Tensor = self._file(self.infos[name].file).get_tensor(name)
+        return tensor
+
     def _file(self, path: Path) -> Any:
         if path not in self._open:
             try:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import attrs
 
 from interlock.errors import WeightsError
-from interlock.weights.config_hf import read_object
+from interlock.weights.fields import read_object
 from interlock.weights.gguf_header import summary
 
 MAX_HEADER_BYTES: Final = 100_000_000

@@ -10,12 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
-
-from interlock.weights.config import ModelConfig
 
 if TYPE_CHECKING:
     from interlock.weights.resolve import ModelFiles
@@ -45,9 +43,39 @@ class WeightTensor(ABC):
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """A new CPU tensor of ``info.shape``, dequantized if need be."""
 
+    def part(self, dim: int, start: int, stop: int) -> WeightTensor:
+        """Elements ``start`` to ``stop`` of dimension ``dim``, as a tensor of its own."""
+        return self if (start, stop) == (0, self.info.shape[dim]) else Part(self, dim, start, stop)
+
     def blocks(self) -> torch.Tensor | None:
         """Raw GGUF blocks, uint8 [rows, bytes per row], or None for a format without blocks."""
         return None
+
+
+class Part(WeightTensor):
+    """A range of another tensor's rows or columns; what another rank needs is dropped again."""
+
+    def __init__(self, whole: WeightTensor, dim: int, start: int, stop: int) -> None:
+        shape = tuple(stop - start if d == dim else n for d, n in enumerate(whole.info.shape))
+        share = (stop - start) / max(1, whole.info.shape[dim])
+        nbytes = round(whole.info.nbytes * share)
+        super().__init__(attrs.evolve(whole.info, shape=shape, nbytes=nbytes))
+        self._whole, self._dim, self._range = whole, dim, (start, stop)
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        start, stop = self._range
+        return self._whole.dense(dtype).narrow(self._dim, start, stop - start).contiguous()
+
+    def blocks(self) -> torch.Tensor | None:
+        blocks = self._whole.blocks()
+        if blocks is None:
+            return None
+        start, stop = self._range
+        if self._dim == 1:
+            # Columns are in blocks of a fixed size; a range never cuts one: see `Projection`.
+            bytes_each = blocks.shape[1] / self._whole.info.shape[1]
+            start, stop = round(start * bytes_each), round(stop * bytes_each)
+        return blocks.narrow(self._dim, start, stop - start).contiguous()
 
 
 class WeightSource(ABC):
@@ -59,6 +87,10 @@ class WeightSource(ABC):
 
     @abstractmethod
     def get(self, name: str) -> WeightTensor: ...
+
+    def raw(self, name: str) -> torch.Tensor:
+        """A tensor exactly as it is stored, for formats that take more than one tensor."""
+        raise NotImplementedError(f"{type(self).__name__} has no stored tensors to give")
 
     @abstractmethod
     def close(self) -> None:
@@ -76,7 +108,7 @@ class WeightSource(ABC):
         self.close()
 
 
-def open_weights(files: ModelFiles, config: ModelConfig) -> WeightSource:
+def open_weights(files: ModelFiles, config: Any) -> WeightSource:
     """Open a model's weights; `WeightsError` for anything missing, truncated or malformed."""
     if files.kind == "gguf":
         from interlock.weights.gguf_file import GGUFSource

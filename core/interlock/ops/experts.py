@@ -1,0 +1,83 @@
+"""Mixture of experts: choosing experts for tokens, and running them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from interlock.ops.reference import wide
+
+
+def situ_mul(x: Tensor, beta: float, linear_beta: float | None) -> Tensor:
+    """SiTU: ``beta tanh(gate / beta) sigmoid(gate) * bounded(up)`` for x [T, 2F], gate first.
+
+    ``bounded(up)`` is ``linear_beta tanh(up / linear_beta)``, or ``up`` without that bound.
+    """
+    gate, up = x.to(wide(x.dtype)).chunk(2, dim=-1)
+    if linear_beta is not None:
+        up = linear_beta * torch.tanh(up / linear_beta)
+    return (beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * up).to(x.dtype)
+
+
+def route(
+    logits: Tensor,
+    bias: Tensor,
+    top: int,
+    *,
+    sigmoid: bool = True,
+    groups: int = 1,
+    top_groups: int = 1,
+    renormalize: bool = True,
+    scaling: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Weights [T, top] and ids [T, top] of the chosen experts for logits [T, E], both wide.
+
+    ``bias`` [E] helps to be chosen and does not enter the weights (DeepSeek-V3, arXiv 2412.19437).
+    With groups, only experts of the ``top_groups`` groups whose two best sum highest can be chosen.
+    """
+    scores = torch.sigmoid(logits) if sigmoid else logits.softmax(-1)
+    biased = scores + bias
+    if groups > 1:
+        biased = _mask_groups(biased, groups, top_groups)
+    ids = biased.topk(top, dim=-1).indices
+    weights = scores.gather(-1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * scaling, ids
+
+
+def _mask_groups(scores: Tensor, groups: int, top_groups: int) -> Tensor:
+    grouped = scores.unflatten(-1, (groups, -1))
+    best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+    chosen = best.topk(top_groups, dim=-1).indices
+    closed = torch.ones_like(best, dtype=torch.bool).scatter(-1, chosen, value=False)
+    return grouped.masked_fill(closed[..., None], -torch.inf).flatten(-2)
+
+
+def run_experts(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    beta: float | None,
+    linear_beta: float | None,
+) -> Tensor:
+    """``sum_k weights_k down(act(gate x, up x))`` of the chosen experts: x [T, D] -> [T, D] wide.
+
+    w13 [E, 2F, D] has gate's rows before up's; w2 [E, D, F]; ``beta`` None is SwiGLU, else SiTU.
+    Each token's experts are summed in the order of their ids, whatever the batch.
+    """
+    out = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
+    for expert in ids.unique().tolist():
+        tokens, place = (ids == expert).nonzero(as_tuple=True)
+        hidden = linear(x[tokens], w13[expert])
+        if beta is None:
+            gate, up = hidden.to(weights.dtype).chunk(2, dim=-1)
+            inner = (torch.nn.functional.silu(gate) * up).to(x.dtype)
+        else:
+            inner = situ_mul(hidden, beta, linear_beta)
+        rows = linear(inner, w2[expert]).to(weights.dtype)
+        out.index_add_(0, tokens, rows * weights[tokens, place, None])
+    return out
