@@ -25,6 +25,7 @@ from interlock.errors import InterlockError, PluginError
 log = logging.getLogger("interlock")
 
 GROUP = "interlock.plugins"
+IN_PROCESS = "in-process"
 
 
 class PluginInfo(msgspec.Struct, frozen=True):
@@ -103,7 +104,7 @@ class Plugins:
         """Plugins from objects in this process, for tests and embedding."""
         known = {info.name: info for info in infos}
         loaded = [
-            _Loaded(known.get(name) or PluginInfo(name, "in-process", "0", repr(type(obj))), obj)
+            _Loaded(known.get(name) or PluginInfo(name, IN_PROCESS, "0", repr(type(obj))), obj)
             for name, obj in instances.items()
         ]
         manager = pluggy.PluginManager(hookspec.PROJECT)
@@ -116,6 +117,11 @@ class Plugins:
     @property
     def names(self) -> list[str]:
         return [item.info.name for item in self.loaded]
+
+    @property
+    def in_process(self) -> list[str]:
+        """Plugins that no other process can load, since they were handed over as objects."""
+        return [item.info.name for item in self.loaded if item.info.distribution == IN_PROCESS]
 
     def hooks_of(self, name: str) -> list[str]:
         plugin = self.manager.get_plugin(name)

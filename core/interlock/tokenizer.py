@@ -19,7 +19,8 @@ import attrs
 
 from interlock.errors import WeightsError
 from interlock.weights.config import load_config
-from interlock.weights.config_hf import read_object, token_facts
+from interlock.weights.config_hf import token_facts
+from interlock.weights.fields import read_object
 
 if TYPE_CHECKING:
     import tokenizers
@@ -75,7 +76,15 @@ class Tokenizer:
     @classmethod
     def load(cls, files: ModelFiles) -> Tokenizer:
         """Raises `WeightsError` if the tokenizer is missing, damaged or unsupported."""
-        return _from_gguf(files) if files.kind == "gguf" else _from_folder(files)
+        if files.kind == "gguf":
+            return _from_gguf(files)
+        from interlock.weights import tokenizer_tiktoken
+
+        # A converted tokenizer.json beside it wins: whoever made it wants it.
+        plain = (files.path / "tokenizer.json").is_file()
+        if not plain and (files.path / tokenizer_tiktoken.FILE).is_file():
+            return tokenizer_tiktoken.load(files.path)
+        return _from_folder(files)
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True
@@ -87,7 +96,7 @@ class Tokenizer:
         """
         backend = self._backend if parse_special else self._literal_backend
         # The batch call lets other threads run meanwhile; the plain one holds the interpreter.
-        (encoding,) = backend.encode_batch_fast([_well_formed(text)], add_special_tokens=False)
+        (encoding,) = backend.encode_batch_fast([well_formed(text)], add_special_tokens=False)
         ids: list[int] = encoding.ids
         if add_special_tokens and self.add_bos and ids[:1] != [self.bos_token_id]:
             assert self.bos_token_id is not None
@@ -155,7 +164,7 @@ def _byte_of_character() -> dict[str, int]:
     return table | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
-def _well_formed(text: str) -> str:
+def well_formed(text: str) -> str:
     """JSON may carry lone surrogates, which no UTF-8 text can; they become U+FFFD."""
     try:
         text.encode()

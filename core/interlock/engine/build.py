@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from interlock.engine.outputs import EngineInfo
-from interlock.errors import PluginError
+from interlock.errors import ConfigError, PluginError
 from interlock.extension import (
     ChunkLimit,
     Drafter,
@@ -19,12 +20,13 @@ from interlock.extension import (
     check,
     noted,
 )
+from interlock.parallel.group import SINGLE
 from interlock.plugins import Plugins
 from interlock.settings import Settings
 
 if TYPE_CHECKING:
     from interlock.engine.engine import Engine
-    from interlock.engine.runner import Progress
+    from interlock.engine.runner import ModelRunner, Progress
     from interlock.tokenizer import Tokenizer
 
 
@@ -34,12 +36,47 @@ def runner(
     """A plugin's runner, which needs no tokenizer, or the model's runner with its tokenizer."""
     answer = plugins.exclusive("interlock_runner", settings=settings)
     if answer is not None:
+        if settings.engine.tp > 1:
+            raise ConfigError(
+                f"engine.tp: plugin {answer[0]!r} replaces the runner, which knows no other ranks; "
+                "use --tp 1"
+            )
         return check(answer[1], Runner, answer[0]), getattr(answer[1], "tokenizer", None)
     from interlock.engine.runner import ModelRunner
     from interlock.tokenizer import Tokenizer
 
-    built = ModelRunner(settings, plugins, progress)
+    outer, size = os.environ.get("TORCHELASTIC_RUN_ID"), settings.engine.tp
+    if outer is None and size == 1:
+        built = ModelRunner(settings, plugins, progress)
+    else:
+        built = _parallel(settings, plugins, progress)
     return built, Tokenizer.load(built.files)
+
+
+def _parallel(settings: Settings, plugins: Plugins, progress: Progress | None) -> ModelRunner:
+    """A runner whose model is spread over several processes; nothing is left if that fails."""
+    from interlock.engine.runner import ModelRunner
+    from interlock.parallel import launch
+
+    size = launch.wanted(settings)
+    if size > 1 and plugins.in_process:
+        raise ConfigError(
+            "engine.tp: other ranks load plugins by name, and cannot have "
+            f"{', '.join(plugins.in_process)}, which exists in this process alone"
+        )
+    if size == 1:
+        return ModelRunner(settings, plugins, progress)
+    ranks = launch.Ranks(settings, size)
+    local = size if ranks.local else int(os.environ["LOCAL_WORLD_SIZE"])
+    try:
+        return ranks.loaded(
+            lambda: ModelRunner(
+                settings, plugins, progress, tp=ranks.tp, local_ranks=local, ranks=ranks
+            )
+        )
+    except BaseException:
+        ranks.close()
+        raise
 
 
 def connect(engine: Engine) -> None:
@@ -78,10 +115,11 @@ def describe(engine: Engine, seconds: float) -> EngineInfo:
     geometry = runner.geometry
     answers = engine.plugins.each("interlock_fingerprint", settings=settings)
     plugin_parts = [f"{plugin}={text}" for plugin, text in answers]
+    size = getattr(runner, "tp", SINGLE).size
     files, config = getattr(runner, "files", None), getattr(runner, "config", None)
     dtype = str(getattr(runner, "dtype", "none")).removeprefix("torch.")
     name = files.name if files else type(runner).__name__
-    parts = [name, files.revision if files else "", dtype, str(geometry.block_size), "tp=1"]
+    parts = [name, files.revision if files else "", dtype, str(geometry.block_size), f"tp={size}"]
     digest = xxhash.xxh3_128_hexdigest("\x00".join([*parts, *plugin_parts]).encode())
     table = getattr(runner, "ops", None)
     return EngineInfo(
@@ -94,6 +132,9 @@ def describe(engine: Engine, seconds: float) -> EngineInfo:
         num_blocks=geometry.num_blocks,
         block_size=geometry.block_size,
         fingerprint=digest,
+        tp=size,
+        num_states=geometry.num_states,
+        state_bytes_per_slot=getattr(runner, "state_bytes_per_slot", 0),
         eos_token_ids=sorted(tokenizer.eos_token_ids) if tokenizer else [],
         num_parameters=getattr(runner, "num_parameters", 0),
         weight_bytes=getattr(runner, "weight_bytes", 0),

@@ -149,6 +149,9 @@ class Engine:
             self.scheduler.abort(request_id)
         self.scheduler.plan()
         self.plugins.close(self)
+        close = getattr(self.runner, "close", None)
+        if close is not None:
+            close()
 
     # -- after a step ----------------------------------------------------------------------------
 
@@ -169,6 +172,8 @@ class Engine:
 
     def _step_failed(self, plan: Plan, results: list[RowResult], error: Exception) -> list[Output]:
         """Find who is to blame: rows of a failed forward run again alone, hooks end what ran."""
+        if isinstance(error, EngineDeadError):
+            raise error
         log.error("step failed: %s", describe_error(error), exc_info=error)
         self._failed_steps += 1
         # Isolated rows may all fail, one step each; beyond that it is nobody's request.

@@ -128,6 +128,10 @@ class EngineInfo(msgspec.Struct):
     num_parameters: int = 0
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
+    tp: int = 1
+    num_states: int = 0
+    state_bytes_per_slot: int = 0
+    """Bytes of one sequence's recurrent states, on one rank."""
     load_seconds: dict[str, float] = {}
     ops: dict[str, str] = {}
 

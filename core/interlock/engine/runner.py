@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -15,8 +15,12 @@ from interlock.cache.blocks import blocks_for
 from interlock.engine.batch import Batch, Plan, order_key
 from interlock.errors import ConfigError
 from interlock.extension import Geometry, check
+from interlock.parallel.group import SINGLE, TensorParallel
 from interlock.plugins import Plugins
 from interlock.settings import EngineSettings, Settings
+
+if TYPE_CHECKING:
+    from interlock.parallel.launch import Ranks
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and how far it is, 0 to 1."""
@@ -31,14 +35,25 @@ class ModelRunner:
     """A loaded model with its caches. Satisfies `interlock.extension.Runner`."""
 
     def __init__(
-        self, settings: Settings, plugins: Plugins, progress: Progress | None = None
+        self,
+        settings: Settings,
+        plugins: Plugins,
+        progress: Progress | None = None,
+        *,
+        tp: TensorParallel = SINGLE,
+        local_ranks: int = 1,
+        ranks: Ranks | None = None,
     ) -> None:
+        """``ranks`` are the workers that compute along, on rank 0 only."""
         engine = settings.engine
-        self.local_ranks = 1
+        self.tp, self.ranks, self.local_ranks = tp, ranks, local_ranks
         self.load_seconds: dict[str, float] = {}
-        if engine.threads is not None:
-            torch.set_num_threads(engine.threads)
-        self.device = pick_device(engine.device)
+        threads = engine.threads
+        if threads is None and local_ranks > 1:
+            threads = max(1, torch.get_num_threads() // local_ranks)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.device = _device_of_rank(pick_device(engine.device), tp, local_ranks)
         self.dtype, self.dtype_reason = pick_dtype(engine.dtype, self.device)
         self.model = self._load(settings, plugins, progress)
         self.block_size = engine.block_size
@@ -70,6 +85,7 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
             batch_invariant=settings.engine.batch_invariant,
+            tp=self.tp,
             progress=progress,
         )
         self.load_seconds["weights"] = time.monotonic() - started
@@ -79,6 +95,7 @@ class ModelRunner:
         max_model_len = _max_model_len(engine, self.config.max_position_embeddings)
         num_states = self._num_states(engine)
         num_blocks = engine.num_blocks or self._num_blocks(engine, max_model_len, num_states)
+        num_blocks = self.tp.least(num_blocks)
         options = (num_states,) if num_states else ()
         self.model.allocate_caches(num_blocks, engine.block_size, *options)
         vocab_size = self.config.vocab_size
@@ -115,6 +132,13 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, plan: Plan) -> Tensor:
         """Logits [S, V] of the positions that the rows ask for, in row order."""
+        if self.ranks is None:
+            return self._forward(plan)
+        self.ranks.step(plan, self.model.tap_layers)
+        logits: Tensor = self.ranks.guarded(lambda: self._forward(plan))
+        return logits
+
+    def _forward(self, plan: Plan) -> Tensor:
         if plan.copies:
             self.model.copy_blocks(plan.copies)
         if plan.state_copies:
@@ -126,11 +150,23 @@ class ModelRunner:
         logits: Tensor = self.model.logits(hidden)
         return logits
 
-    @torch.inference_mode()
     def settle(self, plan: Plan, kept: Sequence[int]) -> None:
         """Verify rows continue from the state after ``kept[i]`` of row i's tokens."""
         pairs = zip(plan.rows, kept, strict=True)
-        self.model.settle_states([count for row, count in pairs if order_key(row) == 0])
+        counts = [count for row, count in pairs if order_key(row) == 0]
+        if self.ranks is not None:
+            self.ranks.settle(counts)
+        self.settle_rows(counts)
+
+    @torch.inference_mode()
+    def settle_rows(self, kept: Sequence[int]) -> None:
+        """The same, for the verify rows of the last step alone."""
+        self.model.settle_states(kept)
+
+    def close(self) -> None:
+        """End the other ranks."""
+        if self.ranks is not None:
+            self.ranks.close()
 
     @property
     def num_parameters(self) -> int:
@@ -172,6 +208,19 @@ def pick_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"engine.device: {device.type} is not supported; use cpu, cuda or cuda:N")
     return device
+
+
+def _device_of_rank(device: torch.device, tp: TensorParallel, local_ranks: int) -> torch.device:
+    """Each rank of a machine has a GPU of its own."""
+    if device.type != "cuda" or tp.size == 1:
+        return device
+    if torch.cuda.device_count() < local_ranks:
+        raise ConfigError(
+            f"engine.tp: {local_ranks} ranks on this machine need as many GPUs, and torch finds "
+            f"{torch.cuda.device_count()}"
+        )
+    torch.cuda.set_device(tp.rank % local_ranks)
+    return torch.device("cuda", tp.rank % local_ranks)
 
 
 def pick_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:

@@ -36,6 +36,14 @@ class TensorParallel:
         torch.distributed.all_gather(parts, padded)
         return torch.cat([p[..., :size] for p, size in zip(parts, sizes, strict=True)], dim=-1)
 
+    def least(self, number: int) -> int:
+        """The smallest of the ranks' numbers, on every rank."""
+        if self.size == 1:
+            return number
+        value = torch.tensor(number)
+        torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MIN)
+        return int(value)
+
     def share(self, total: int, unit: int = 1) -> tuple[int, int]:
         """This rank's range of ``total`` elements, in whole units."""
         return share(total, unit, self.rank, self.size)

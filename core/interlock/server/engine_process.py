@@ -236,6 +236,10 @@ def main() -> int:
     limit_spinning()
     launch: Launch = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our parent
     _watch_parent(sys.stdin.buffer, launch.address)
+    if launch.settings.engine.tp > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+        from interlock.parallel.launch import Ranks
+
+        Ranks.exit_when_lost = True
     return serve(launch)
 
 
