@@ -82,6 +82,9 @@ class ServerSettings:
     max_n: int = option(64, "largest n of a request", v.ge(1))
     max_prompts: int = option(128, "most prompts in one request", v.ge(1))
     shutdown_timeout_s: float = option(30.0, "time for running requests after SIGTERM", v.ge(0))
+    exit_after_s: float = option(
+        5.0, "time to answer 503 once the engine process has died, before exiting", v.ge(0)
+    )
     stall_timeout_s: float = option(30.0, "without progress for this long is not ready", v.gt(0))
     metrics_without_key: bool = option(False, "serve /metrics without a key")
     http_workers: int = option(1, "HTTP processes", v.ge(1))

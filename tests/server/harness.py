@@ -98,9 +98,9 @@ class ServerProcess:
             self.process.send_signal(number)
         return self.wait()
 
-    def wait(self) -> int:
+    def wait(self, patience: float = PATIENCE_S) -> int:
         try:
-            status = self.process.wait(PATIENCE_S)
+            status = self.process.wait(patience)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()

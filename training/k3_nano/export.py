@@ -1,6 +1,6 @@
 """Between the training module and a checkpoint in Kimi K3's names and packing.
 
-    python export.py --run run/final.pt --tokenizer FOLDER --out FOLDER
+python export.py --run run/final.pt --tokenizer FOLDER --out FOLDER
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The vocabulary: byte-level BPE in tiktoken's format, with K3's split pattern and specials.
 
-    python tokenizer.py --documents docs.jsonl.gz --out FOLDER
+python tokenizer.py --documents docs.jsonl.gz --out FOLDER
 """
 
 from __future__ import annotations

@@ -106,7 +106,8 @@ class Projection:
         return joined if not self._sums or self._build.tp.rank == 0 else torch.zeros_like(joined)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.linear.in_features == 0:
+        if not self.linear.in_features or not self.out_features:
+            # More ranks than units: this one has no part in the layer.
             y = x.new_zeros(len(x), self.out_features)
         else:
             y = self.linear(x)

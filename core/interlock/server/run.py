@@ -139,7 +139,7 @@ class Server:
             await asyncio.wait({exit_watch, stop}, return_when=asyncio.FIRST_COMPLETED)
         if exit_watch.done() and not stop.done():
             await self._engine_died(state, exit_watch.result())
-            await stop
+            await asyncio.wait({stop}, timeout=self._settings.server.exit_after_s)
         died = state.client.death is not None
         await self._drain(state)
         await _flush(server)
@@ -196,7 +196,8 @@ class Server:
     async def _engine_died(self, state: ServerState, how: str) -> None:
         await asyncio.sleep(0.1)
         state.client.fail(f"the engine process has ended: {how}")
-        say(f"error: {state.client.death}; requests are answered 503 until a restart")
+        rest = self._settings.server.exit_after_s
+        say(f"error: {state.client.death}; answering 503 for {rest:g} s, then exiting")
 
     async def _drain(self, state: ServerState) -> None:
         """Let running requests finish within the limit; end the others with an error."""
