@@ -124,6 +124,11 @@ class Tokenizer:
         token: str | None = self._backend.id_to_token(id)
         return token
 
+    def token_id(self, name: str) -> int | None:
+        """The id of the token that the vocabulary spells ``name``."""
+        found: int | None = self._backend.token_to_id(name)
+        return found
+
     def token_bytes(self, id: int, *, skip_special_tokens: bool = False) -> bytes:
         """The exact bytes that a token adds to a text.
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from interlock.chat_format import XTMLFormat
 from interlock.cli.options import add_settings
 from interlock.cli.runtime import Runtime, add_sampling, model_files, runtime, sampling_of
 from interlock.engine.request import SamplingParams
@@ -13,8 +16,10 @@ from interlock.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from interlock.chat import ChatTemplate
+    from interlock.engine.outputs import Output
     from interlock.settings import Settings
     from interlock.weights.resolve import ModelFiles
+    from interlock.xtml_parser import XTMLParser
 
 HELP = """\
 /reset          forget the conversation
@@ -52,11 +57,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def load_template(settings: Settings, files: ModelFiles) -> ChatTemplate:
-    """The model's chat template; raises ConfigError when it has none."""
+def load_template(settings: Settings, files: ModelFiles) -> ChatTemplate | XTMLFormat:
+    """How the model is talked to; raises ConfigError when nothing says so."""
     from interlock.chat import ChatTemplate
+    from interlock.chat_format import native_format
+    from interlock.tokenizer import Tokenizer
 
     template = ChatTemplate.load(files, settings.engine.chat_template)
+    native = None if template else native_format(files, Tokenizer.load(files))
+    if native is not None:
+        return native
     if template is None:
         raise ConfigError(
             f"{files.name} has no chat template: use `interlock generate`, or give one with "
@@ -69,7 +79,11 @@ class Conversation:
     """The messages so far, and a model that answers the next one."""
 
     def __init__(
-        self, model: Runtime, template: ChatTemplate, params: SamplingParams, system: str | None
+        self,
+        model: Runtime,
+        template: ChatTemplate | XTMLFormat,
+        params: SamplingParams,
+        system: str | None,
     ) -> None:
         self._model = model
         self._template = template
@@ -87,11 +101,10 @@ class Conversation:
         """
         question = {"role": "user", "content": text}
         answer = ""
-        ids = self._prompt_ids([*self.messages, question])
+        ids, read = self._prompt([*self.messages, question])
         try:
             for output in self._model.stream(ids, self._params):
-                print(output.text, end="", flush=True)
-                answer += output.text
+                answer += read(output)
         except KeyboardInterrupt:
             self._remember(question, answer)
             raise
@@ -103,10 +116,43 @@ class Conversation:
     def _remember(self, question: dict[str, Any], answer: str) -> None:
         self.messages += [question, {"role": "assistant", "content": answer}]
 
-    def _prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+    def _prompt(self, messages: list[dict[str, Any]]) -> tuple[list[int], Callable[[Output], str]]:
+        """Token ids, and what shows an output and gives back its part of the answer."""
         head = [{"role": "system", "content": self.system}] if self.system else []
+        if isinstance(self._template, XTMLFormat):
+            options = self._template.options({})
+            ids, _ = self._template.encode(head + messages, options)
+            params = self._params
+            parser = self._template.parser(
+                options.channel,
+                stops=params.stop,
+                include_stop=params.include_stop_str_in_output,
+            )
+            return ids, functools.partial(show_parsed, parser)
         text = self._template.render(head + messages, add_generation_prompt=True)
-        return self._model.tokenizer.encode(text, add_special_tokens=False)
+        return self._model.tokenizer.encode(text, add_special_tokens=False), show_text
+
+
+def show_text(output: Output) -> str:
+    print(output.text, end="", flush=True)
+    return output.text
+
+
+def show_parsed(parser: XTMLParser, output: Output) -> str:
+    """Print reasoning dimly and tool calls as they are called; gives back the content alone."""
+    delta = parser.push(output.token_ids, final=output.finish_reason is not None)
+    dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
+    if thought := delta.get("reasoning_content"):
+        print(f"{dim}{thought}{plain}", end="", flush=True)
+    content: str = delta.get("content", "")
+    if content and parser.reasoning and content == parser.content:
+        print()
+    print(content, end="", flush=True)
+    for call in delta.get("tool_calls", ()):
+        function = call["function"]
+        print(f"\n{function['name']} " if "name" in function else "", end="")
+        print(function["arguments"], end="", flush=True)
+    return content
 
 
 def interact(conversation: Conversation) -> None:

@@ -36,6 +36,11 @@ class Choice:
         self.logprob_parts: list[dict[str, Any]] = []
         self.logprobs: list[TokenLogprob] = []
         hidden = frontend.tokenizer.special_ids if job.submit.params.skip_special_tokens else ()
+        make = job.prompt_of(index).parser if job.chat else None
+        params = job.submit.params
+        self.parser = make and make(
+            stops=params.stop, include_stop=params.include_stop_str_in_output
+        )
         self._legacy = LegacyLogprobs(frontend.token_text, frozenset(hidden))
 
     @property
@@ -44,7 +49,15 @@ class Choice:
 
     @property
     def finish_reason(self) -> str | None:
-        return self.last.finish_reason if self.last else None
+        return self._reason(self.last)
+
+    def _reason(self, output: Output | None) -> str | None:
+        reason = output.finish_reason if output else None
+        return "tool_calls" if reason == "stop" and self.parser and self.parser.calls else reason
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return self.parser.reasoning_tokens if self.parser else 0
 
     def take(self, output: Output) -> dict[str, Any]:
         """Fields of the next chunk of this choice. Raises RequestError if it failed."""
@@ -83,7 +96,7 @@ class Choice:
     def _head(self, output: Output | None) -> dict[str, Any]:
         return {
             "index": self.index,
-            "finish_reason": output.finish_reason if output else None,
+            "finish_reason": self._reason(output),
             "stop_reason": output.stop_reason if output else None,
         }
 
@@ -91,12 +104,17 @@ class Choice:
         entries = output.logprobs or []
         self.logprobs += entries
         shown = chat_logprobs(entries, self.frontend.token_text) if entries else None
-        return {**self._head(output), "delta": {"content": output.text}, "logprobs": shown}
+        delta = {"content": output.text}
+        if self.parser:
+            delta = self.parser.push(output.token_ids, final=output.finish_reason is not None)
+        return {**self._head(output), "delta": delta, "logprobs": shown}
 
     def _chat_document(self) -> dict[str, Any]:
         wanted = self.job.submit.params.logprobs is not None
         shown = chat_logprobs(self.logprobs, self.frontend.token_text) if wanted else None
-        message = {"role": "assistant", "content": self.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
+        if self.parser:
+            message |= _parsed(self.parser)
         return {**self._head(self.last), "message": message, "logprobs": shown}
 
     def _text_fields(self, output: Output, first: bool) -> dict[str, Any]:
@@ -182,7 +200,7 @@ class Answer:
         choice = self._by_id[output.request_id]
         first = not choice.started
         fields = choice.take(output)
-        chunks = [self._chunk([fields])]
+        chunks = [self._chunk([fields])] if _says_something(fields) else []
         if first and self.job.chat:
             chunks.insert(0, self._chunk([_role(choice.index)]))
         return chunks
@@ -202,7 +220,14 @@ class Answer:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
+            **self._details(),
         }
+
+    def _details(self) -> dict[str, Any]:
+        if not any(choice.parser for choice in self.choices):
+            return {}
+        thought = sum(choice.reasoning_tokens for choice in self.choices)
+        return {"completion_tokens_details": {"reasoning_tokens": thought}}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         body = self.job.body
@@ -213,6 +238,22 @@ class Answer:
         elif body.include_usage:
             chunk["usage"] = None
         return chunk
+
+
+def _parsed(parser: Any) -> dict[str, Any]:
+    """The parts of a message that a parser has found."""
+    parts: dict[str, Any] = {"content": parser.content or (None if parser.calls else "")}
+    if parser.reasoning:
+        parts["reasoning_content"] = parser.reasoning
+    if parser.calls:
+        parts["tool_calls"] = parser.calls
+    return parts
+
+
+def _says_something(fields: dict[str, Any]) -> bool:
+    """Tags alone make no chunk."""
+    shown = ("finish_reason", "logprobs", "token_ids", "prompt_logprobs")
+    return bool(fields.get("delta", True)) or any(fields.get(name) for name in shown)
 
 
 def _role(index: int) -> dict[str, Any]:

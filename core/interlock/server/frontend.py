@@ -7,13 +7,16 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import attrs
 
 from interlock.engine.outputs import EngineInfo
 from interlock.errors import QueueFullError, RequestError
 from interlock.settings import Settings
+
+if TYPE_CHECKING:
+    from interlock.chat_format import XTMLFormat
 
 ENCODE_THREADS = 2
 SLACK_CHARACTERS = 4096
@@ -52,17 +55,28 @@ class TemplateLike(Protocol):
 
 @attrs.frozen
 class Prompt:
-    """Token ids, and the text that ``echo`` gives back."""
+    """Token ids, and the text that ``echo`` gives back.
+
+    ``parser`` makes what reads an answer in the model's own format; None: an answer is text.
+    """
 
     ids: list[int]
     text: str
+    parser: Callable[..., Any] | None = None
 
 
 class Frontend:
     """Tokenizer and chat template of the served model."""
 
-    def __init__(self, tokenizer: TokenizerLike, template: TemplateLike | None, name: str) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenizerLike,
+        template: TemplateLike | None,
+        name: str,
+        native: XTMLFormat | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.native = native
         self.template = template
         self.model_name = name
         self.vocab_size = tokenizer.vocab_size
@@ -96,16 +110,19 @@ class Frontend:
 
     def encode(self, text: str, *, add_special_tokens: bool, truncate: int | None = None) -> Prompt:
         """Tokens of ``text``; hopelessly long text is refused before it costs any work."""
+        self._refuse_hopeless(len(text), truncate)
+        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return Prompt(ids, text)
+
+    def _refuse_hopeless(self, characters: int, truncate: int | None) -> None:
         limit = self.max_model_len * self.longest_token + SLACK_CHARACTERS
-        if truncate is None and len(text) > limit:
+        if truncate is None and characters > limit:
             raise RequestError(
-                f"the prompt has {len(text)} characters; the context of {self.max_model_len} "
+                f"the prompt has {characters} characters; the context of {self.max_model_len} "
                 f"tokens holds at most {limit}",
                 param="prompt",
                 code="context_length_exceeded",
             )
-        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return Prompt(ids, text)
 
     def check_ids(self, ids: Sequence[int], param: str = "prompt") -> None:
         """Raise RequestError if an id is not a row of the embedding table."""
@@ -115,6 +132,44 @@ class Frontend:
                 f"{param}: token id {bad} is out of vocabulary (0 to {self.vocab_size - 1})",
                 param=param,
             )
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool | None,
+        continue_final_message: bool,
+        tools: list[dict[str, Any]] | None,
+        kwargs: dict[str, Any] | None,
+        tool_choice: str | None = None,
+        effort: str | None = None,
+        add_special_tokens: bool = False,
+        truncate: int | None = None,
+    ) -> Prompt:
+        """The tokens of a conversation. Raises RequestError naming what cannot be honoured."""
+        if self.native is None:
+            _refuse_native(tool_choice, effort)
+            text = self.render(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=None if tool_choice == "none" else tools,
+                kwargs=kwargs,
+            )
+            # The template writes the special tokens itself: adding them again would double BOS.
+            return self.encode(text, add_special_tokens=add_special_tokens, truncate=truncate)
+        _check_continued(messages, add_generation_prompt, continue_final_message)
+        options = self.native.options(
+            kwargs or {},
+            tools=tools,
+            tool_choice=tool_choice,
+            effort=effort,
+            opens=add_generation_prompt is not False and not continue_final_message,
+            continues=continue_final_message,
+        )
+        self._refuse_hopeless(sum(len(str(m.get("content") or "")) for m in messages), truncate)
+        ids, text = self.native.encode(messages, options)
+        return Prompt(ids, text, functools.partial(self.native.parser, options.channel))
 
     def render(
         self,
@@ -170,6 +225,39 @@ class Frontend:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+def _refuse_native(tool_choice: str | None, effort: str | None) -> None:
+    """What a Jinja template has no word for."""
+    if tool_choice == "required":
+        raise RequestError(
+            "tool_choice: this model's chat format knows only 'none' and 'auto'",
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+    if effort is not None:
+        raise RequestError(
+            "reasoning_effort: this model's chat format does not know it; see "
+            "chat_template_kwargs for what its template takes",
+            param="reasoning_effort",
+            code="unsupported_parameter",
+        )
+
+
+def _check_continued(
+    messages: list[dict[str, Any]], generation: bool | None, continues: bool
+) -> None:
+    if continues and generation:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    last = messages[-1]
+    if continues and (last["role"] != "assistant" or not (last.get("content") or "").strip()):
+        raise RequestError(
+            "continue_final_message needs a last assistant message with text",
+            param="continue_final_message",
+        )
+
+
 def _cut_after_final(text: str, messages: list[dict[str, Any]]) -> str:
     final = messages[-1].get("content") or ""
     if messages[-1].get("role") != "assistant" or not final.strip():
@@ -190,6 +278,7 @@ def _cut_after_final(text: str, messages: list[dict[str, Any]]) -> str:
 def load_frontend(settings: Settings) -> Frontend:
     """Find the model's files (fetching them on first use) and read tokenizer and template."""
     from interlock.chat import ChatTemplate
+    from interlock.chat_format import native_format
     from interlock.cli.console import download_progress, progress_bars
     from interlock.tokenizer import Tokenizer
     from interlock.weights.resolve import resolve
@@ -198,5 +287,7 @@ def load_frontend(settings: Settings) -> Frontend:
         name = settings.engine.model
         files = resolve(name, progress=download_progress(bars, name))
     template = ChatTemplate.load(files, settings.engine.chat_template)
+    tokenizer = Tokenizer.load(files)
+    native = None if template is not None else native_format(files, tokenizer)
     name = settings.engine.served_model_name or files.name
-    return Frontend(Tokenizer.load(files), template, name)
+    return Frontend(tokenizer, template, name, native)

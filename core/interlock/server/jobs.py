@@ -122,7 +122,8 @@ def _truncated(prompt: Prompt, keep: int | None, frontend: Frontend) -> Prompt:
     if keep is None or len(prompt.ids) <= keep:
         return prompt
     ids = prompt.ids[-keep:]
-    return Prompt(ids, frontend.tokenizer.decode(ids, skip_special_tokens=True))
+    text = frontend.tokenizer.decode(ids, skip_special_tokens=True)
+    return attrs.evolve(prompt, ids=ids, text=text)
 
 
 def _check_length(name: str, prompt: Prompt, params: SamplingParams, max_model_len: int) -> None:
@@ -147,16 +148,14 @@ def _check_total(sequences: int, settings: Settings) -> None:
 
 
 def _chat_prompt(body: ChatRequest, messages: list[dict[str, Any]], frontend: Frontend) -> Prompt:
-    text = frontend.render(
+    return frontend.chat(
         messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
-        tools=None if body.tool_choice == "none" else body.tools,
+        tools=body.tools,
         kwargs=body.chat_template_kwargs,
-    )
-    # The template writes the special tokens itself: adding them again would double BOS.
-    return frontend.encode(
-        text,
+        tool_choice=body.tool_choice if isinstance(body.tool_choice, str) else None,
+        effort=body.reasoning_effort,
         add_special_tokens=bool(body.add_special_tokens),
         truncate=body.truncate_prompt_tokens,
     )

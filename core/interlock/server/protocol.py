@@ -100,6 +100,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
@@ -320,10 +321,10 @@ def _check_chat(body: ChatRequest) -> None:
 def _check_tool_choice(body: ChatRequest) -> None:
     if body.tool_choice is None:
         return
-    if body.tool_choice not in ("none", "auto"):
-        raise _refused("tool_choice", "only 'none' and 'auto' are supported")
-    if body.tool_choice == "auto" and not body.tools:
-        raise RequestError("tool_choice 'auto' needs tools", param="tool_choice")
+    if body.tool_choice not in ("none", "auto", "required"):
+        raise _refused("tool_choice", "only 'none', 'auto' and 'required' are supported")
+    if body.tool_choice != "none" and not body.tools:
+        raise RequestError(f"tool_choice {body.tool_choice!r} needs tools", param="tool_choice")
 
 
 def _check_response_format(response_format: dict[str, Any] | None) -> None:

@@ -94,14 +94,15 @@ def _tokens(body: protocol.TokenizeRequest, frontend: Frontend) -> list[int]:
         return frontend.tokenizer.encode(body.prompt, add_special_tokens=special)
     fields.check_depth("tools", body.tools)
     fields.check_depth("chat_template_kwargs", body.chat_template_kwargs)
-    text = frontend.render(
+    prompt = frontend.chat(
         protocol.check_messages(body.messages),
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         tools=body.tools,
         kwargs=body.chat_template_kwargs,
+        add_special_tokens=bool(body.add_special_tokens),
     )
-    return frontend.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    return prompt.ids
 
 
 async def _body(request: HTTPRequest, kind: type[T]) -> tuple[ServerState, T]:

@@ -169,7 +169,7 @@ class Server:
         factory: Callable[[Settings], Frontend] = load_object(self._frontend_factory)
         frontend = await in_daemon_thread(lambda: factory(self._settings))
         await in_daemon_thread(lambda: frontend.longest_token)
-        if frontend.template is None:
+        if frontend.template is None and frontend.native is None:
             say("warning: the model has no chat template; /v1/chat/completions answers 400")
         await state.client.hello()
         await state.client.ready.wait()

@@ -106,13 +106,21 @@ def _kv_heads(architecture: str, heads: int) -> int:
     return heads if architecture == "LlamaForCausalLM" else 32
 
 
-def _architecture(fields: Fields, extra: Sequence[str] = ()) -> str:
+def stated_architecture(folder: Path) -> str:
+    """The architecture that ``config.json`` names, whether or not anybody runs it."""
+    return _stated(_fields(folder))
+
+
+def _stated(fields: Fields) -> str:
     names = fields.data.get("architectures")
     if isinstance(names, list) and names:
-        name = str(names[0])
-    else:
-        model_type = str(fields.data.get("model_type", ""))
-        name = _MODEL_TYPES.get(model_type, model_type)
+        return str(names[0])
+    model_type = str(fields.data.get("model_type", ""))
+    return _MODEL_TYPES.get(model_type, model_type)
+
+
+def _architecture(fields: Fields, extra: Sequence[str] = ()) -> str:
+    name = _stated(fields)
     if name not in (*ARCHITECTURES, *extra):
         raise unsupported_architecture(name, str(fields.path))
     return name
