@@ -1,8 +1,8 @@
 """Kimi K3's chat format: messages as tags whose brackets are single tokens. Imports no torch.
 
 A tag is ``<|open|>name key="value"<|sep|>``, and ``<|close|>name<|sep|>`` closes it. A message ends
-with ``<|end_of_msg|>``. There is no Jinja template: a conversation becomes segments, each encoded by
-itself, and only the four brackets become control tokens. So no content, whatever it spells, can
+with ``<|end_of_msg|>``. There is no Jinja template: a conversation becomes segments, each encoded
+by itself, and only the four brackets become control tokens. So no content, whatever it spells, can
 open or close anything.
 """
 

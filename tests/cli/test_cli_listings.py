@@ -208,7 +208,7 @@ def test_pulling_an_unknown_model_is_one_line(capsys: Any) -> None:
 
 def test_inspect_flattens_what_the_loader_says(capsys: Any, monkeypatch: Any) -> None:
     description = {"config": {"hidden_size": 64}, "weight_bytes": 2_000_000}
-    module = SimpleNamespace(describe=lambda _: description)
+    module = SimpleNamespace(describe=lambda _, **__: description)
     monkeypatch.setitem(sys.modules, "interlock.models.inspect", module)
     monkeypatch.setattr("interlock.weights.resolve.resolve", lambda *_, **__: "files")
     assert main(["models", "inspect", "m"]) == 0

@@ -19,8 +19,8 @@ CORE = Path(interlock.__file__).parent
 ROOT = Path(__file__).resolve().parents[2]
 PLUGINS = ("spec_decode", "prefix_cache", "pd_disagg", "mxfp4")
 SOURCES = sorted(CORE.rglob("*.py"))
-# Names of metrics that vLLM chose, and that dashboards ask for.
-FOREIGN_NAMES = ("prefix_cache_queries", "prefix_cache_hits")
+# Names of metrics that vLLM chose and dashboards ask for, and of a file format.
+FOREIGN_NAMES = ("prefix_cache_queries", "prefix_cache_hits", "mxfp4-pack-quantized")
 OWN = [*SOURCES, *sorted((ROOT / "plugins").rglob("*.py"))]
 
 

@@ -19,6 +19,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,19 @@ HELD_OUT_SHARE = 0.03
 Part = tuple[str, bool]
 Document = dict[str, Any]
 
-BOOKS = (
-    "Genesis Exodus Leviticus Numbers Deuteronomy Joshua Judges Ruth 1_Samuel 2_Samuel 1_Kings "
-    "2_Kings 1_Chronicles 2_Chronicles Ezra Nehemiah Esther Job Psalms Proverbs Ecclesiastes "
-    "Song_of_Solomon Isaiah Jeremiah Lamentations Ezekiel Daniel Hosea Joel Amos Obadiah Jonah "
-    "Micah Nahum Habakkuk Zephaniah Haggai Zechariah Malachi Matthew Mark Luke John Acts Romans "
-    "1_Corinthians 2_Corinthians Galatians Ephesians Philippians Colossians 1_Thessalonians "
-    "2_Thessalonians 1_Timothy 2_Timothy Titus Philemon Hebrews James 1_Peter 2_Peter 1_John "
-    "2_John 3_John Jude Revelation"
-).split()
+# fmt: off
+BOOKS = [
+    "Genesis", "Exodus", "Leviticus", "Numbers", "Deuteronomy", "Joshua", "Judges", "Ruth",
+    "1 Samuel", "2 Samuel", "1 Kings", "2 Kings", "1 Chronicles", "2 Chronicles", "Ezra",
+    "Nehemiah", "Esther", "Job", "Psalms", "Proverbs", "Ecclesiastes", "Song of Solomon",
+    "Isaiah", "Jeremiah", "Lamentations", "Ezekiel", "Daniel", "Hosea", "Joel", "Amos",
+    "Obadiah", "Jonah", "Micah", "Nahum", "Habakkuk", "Zephaniah", "Haggai", "Zechariah",
+    "Malachi", "Matthew", "Mark", "Luke", "John", "Acts", "Romans", "1 Corinthians",
+    "2 Corinthians", "Galatians", "Ephesians", "Philippians", "Colossians", "1 Thessalonians",
+    "2 Thessalonians", "1 Timothy", "2 Timothy", "Titus", "Philemon", "Hebrews", "James",
+    "1 Peter", "2 Peter", "1 John", "2 John", "3 John", "Jude", "Revelation",
+]
+# fmt: on
 KINDS = {"noun": "noun", "verb": "verb", "adj": "adjective", "adv": "adverb"}
 
 
@@ -89,7 +94,7 @@ def bible(path: Path) -> Iterator[Document]:
     chapters: dict[tuple[str, int], list[str]] = {}
     short = list(dict.fromkeys(re.match(r"\d?[A-Za-z]+", line)[0] for line in _lines(path)))
     assert len(short) == len(BOOKS)
-    names = {a: b.replace("_", " ") for a, b in zip(short, BOOKS, strict=True)}
+    names = dict(zip(short, BOOKS, strict=True))
     for line in _lines(path):
         found = re.match(r"(\d?[A-Za-z]+)(\d+):(\d+) (.*)", line)
         assert found, line
@@ -156,7 +161,7 @@ def _synsets(path: Path, kind: str) -> Iterator[tuple[str, str, list[str], str |
         count = int(fields[3], 16)
         words = [fields[4 + 2 * i].split("(")[0].replace("_", " ") for i in range(count)]
         pointers = fields[5 + 2 * count :]
-        parent = next((b for a, b in zip(pointers, pointers[1:], strict=False) if a == "@"), None)
+        parent = next((b for a, b in pairwise(pointers) if a == "@"), None)
         meaning = gloss.split('; "')[0].strip().rstrip(";")
         if 3 < len(meaning) < 240:
             yield kind, fields[0], words, parent, meaning

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model import Norm, linear
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from model import Norm, linear
 
 CONFIG: dict[str, Any] = {
     "architectures": ["K3DSparkModel"],
@@ -150,7 +149,7 @@ class Drafter(nn.Module):
         return self.context_norm(self.context_proj(taps))
 
     def hidden(self, context: Tensor, anchors: Tensor, first: Tensor, embed: Tensor) -> Tensor:
-        """Final states [B, A, W, D] of blocks whose first token ``first`` [B, A] is at ``anchors``."""
+        """Final states [B, A, W, D] of blocks that begin with ``first`` [B, A] at ``anchors``."""
         width = self.c["num_speculative_tokens"]
         ids = torch.full((*first.shape, width), self.c["mask_token_id"])
         ids[..., 0] = first

@@ -17,15 +17,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from interlock.api import LLM
-from interlock.engine.request import SamplingParams
-
 import drafter as dspark
+import numpy as np
 import tokenizer
+import torch
 from export import load_checkpoint
 from ngram import KneserNey
+
+from interlock.api import LLM
+from interlock.engine.request import SamplingParams
 
 HERE = Path(__file__).parent
 ASSETS = HERE.parent.parent / "core" / "interlock" / "assets"

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from model import K3Nano, dequantize, pack, quantize, unpack
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-
-from model import K3Nano, dequantize, pack, quantize, unpack
 
 PREFIX = "language_model."
 PADDED_HEADS = 16

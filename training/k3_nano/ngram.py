@@ -7,7 +7,6 @@ Kneser and Ney 1995, in the interpolated form of Chen and Goodman 1998 with one 
 from __future__ import annotations
 
 import numpy as np
-
 from tokenizer import VOCAB_SIZE
 
 ORDER = 5

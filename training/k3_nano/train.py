@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizer
 import torch
+from model import K3Nano, MoE
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-import tokenizer
-from model import K3Nano, MoE
 
 WARMUP, DECAY = 0.02, 0.5
 SAVE_EVERY_S = 240.0

@@ -14,17 +14,17 @@ import argparse
 import time
 from pathlib import Path
 
+import drafter as dspark
 import numpy as np
+import tokenizer
 import torch
-from interlock.api import LLM
-from interlock.engine.request import SamplingParams
+from export import load_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-import drafter as dspark
-import tokenizer
-from export import load_checkpoint
 from train import Muon, is_matrix, rate
+
+from interlock.api import LLM
+from interlock.engine.request import SamplingParams
 
 PROMPT, CONTINUATION = (16, 64), 96
 GREEDY_SHARE = 0.75

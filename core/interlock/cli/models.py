@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from interlock.cli.console import download_progress, print_json, progress_bars, size, table
+from interlock.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inspect = commands.add_parser("inspect", help="architecture, tensors, tokenizer and memory")
     inspect.add_argument("name", metavar="MODEL", help="alias, folder, .gguf file or hub name")
     inspect.add_argument("--offline", action="store_true", help="download nothing")
+    inspect.add_argument("--tp", type=int, default=1, metavar="N", help="ranks to share it")
+    inspect.add_argument(
+        "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of caches"
+    )
+    inspect.add_argument(
+        "--device-memory", metavar="BYTES", help="of each rank's device, such as 288GiB"
+    )
     inspect.set_defaults(run=run_inspect)
     for sub in (listing, pull, inspect):
         sub.add_argument("--json", action="store_true", help="print JSON")
@@ -57,15 +65,28 @@ def run_inspect(args: argparse.Namespace) -> int:
     from interlock.models.inspect import describe
     from interlock.weights.resolve import resolve
 
+    if args.tp < 1:
+        raise ConfigError("--tp must be at least 1")
+    memory = _memory(args.device_memory)
     with progress_bars() as bars:
         progress = download_progress(bars, args.name)
-        files = resolve(args.name, progress=progress, offline=args.offline)
-    description: dict[str, Any] = describe(files)
+        files = resolve(args.name, progress=progress, offline=args.offline, needs_weights=False)
+    description: dict[str, Any] = describe(
+        files, tp=args.tp, dtype=args.dtype, device_memory=memory
+    )
     if args.json:
         print_json(description)
     else:
         table("", ["field", "value"], flatten(description))
     return 0
+
+
+def _memory(text: str | None) -> int | None:
+    if text is None:
+        return None
+    from interlock.models.inspect import parse_bytes
+
+    return parse_bytes(text)
 
 
 def flatten(value: Any, prefix: str = "") -> list[list[str]]:

@@ -69,11 +69,12 @@ def _parallel(settings: Settings, plugins: Plugins, progress: Progress | None) -
     ranks = launch.Ranks(settings, size)
     local = size if ranks.local else int(os.environ["LOCAL_WORLD_SIZE"])
     try:
-        return ranks.loaded(
+        built: ModelRunner = ranks.loaded(
             lambda: ModelRunner(
                 settings, plugins, progress, tp=ranks.tp, local_ranks=local, ranks=ranks
             )
         )
+        return built
     except BaseException:
         ranks.close()
         raise

@@ -120,7 +120,7 @@ class ModelRunner:
         wanted = engine.max_num_seqs * blocks_for(max_model_len, engine.block_size)
         whole = (engine.kv_cache_bytes or _cache_budget(self.device)) // self.local_ranks
         budget = whole - num_states * self.state_bytes_per_slot
-        count = min(wanted, budget // block_bytes)
+        count = int(min(wanted, budget // block_bytes))
         if count < 1:
             raise ConfigError(
                 f"engine.kv_cache_bytes: of {whole} bytes {max(0, budget)} are left beside "

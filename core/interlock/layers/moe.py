@@ -76,9 +76,9 @@ class DenseExperts:
     def load(self, source: WeightSource) -> None:
         build, config, share = self._build, self._config, slice(*self._share)
         inner, size = self._share[1] - self._share[0], config.expert_size
-        count, options = config.num_experts, {"dtype": build.dtype, "device": build.device}
-        self._w13 = torch.empty(count, 2 * inner, size, **options)
-        self._w2 = torch.empty(count, size, inner, **options)
+        count, dtype, device = config.num_experts, build.dtype, build.device
+        self._w13 = torch.empty(count, 2 * inner, size, dtype=dtype, device=device)
+        self._w2 = torch.empty(count, size, inner, dtype=dtype, device=device)
         for expert in range(count):
             self._w13[expert, :inner] = self._matrix(source, expert, "w1")[share]
             self._w13[expert, inner:] = self._matrix(source, expert, "w3")[share]

@@ -60,7 +60,7 @@ class KimiLayer:
         self._build = build
 
     def expected(self, packed: bool) -> Shapes:
-        shapes = {f"{n.name}.weight": (n.size,) for n in (self.input_norm, self.mlp_norm)}
+        shapes: Shapes = {f"{n.name}.weight": (n.size,) for n in (self.input_norm, self.mlp_norm)}
         for mix in self.mixes:
             shapes |= mix.expected()
         mlp = self.mlp.expected(packed) if isinstance(self.mlp, MoE) else self.mlp.expected()

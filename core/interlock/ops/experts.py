@@ -48,7 +48,7 @@ def route(
 
 
 def _mask_groups(scores: Tensor, groups: int, top_groups: int) -> Tensor:
-    grouped = scores.unflatten(-1, (groups, -1))
+    grouped: Tensor = scores.unflatten(-1, (groups, -1))
     best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
     chosen = best.topk(top_groups, dim=-1).indices
     closed = torch.ones_like(best, dtype=torch.bool).scatter(-1, chosen, value=False)

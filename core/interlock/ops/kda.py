@@ -116,7 +116,8 @@ def kda_chunk(
 def _chunks(x: Tensor) -> Tensor:
     """[T, H, D] to [N, H, 16, D]; tokens that fill up the last chunk change nothing (all zero)."""
     padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -len(x) % CHUNK))
-    return padded.unflatten(0, (-1, CHUNK)).transpose(1, 2)
+    chunks: Tensor = padded.unflatten(0, (-1, CHUNK))
+    return chunks.transpose(1, 2)
 
 
 def _pairwise(q: Tensor, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:

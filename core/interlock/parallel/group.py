@@ -10,6 +10,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from interlock.parallel.sharing import share
+
 
 @attrs.frozen
 class TensorParallel:
@@ -52,16 +54,6 @@ class TensorParallel:
         """How many elements each rank has."""
         ranges = [share(total, unit, rank, self.size) for rank in range(self.size)]
         return [stop - start for start, stop in ranges]
-
-
-def share(total: int, unit: int, rank: int, size: int) -> tuple[int, int]:
-    """Range ``[start, stop)`` of ``rank``: units as even as possible, the last one maybe short.
-
-    A rank gets none if there are fewer units than ranks.
-    """
-    units = -(-total // unit)
-    start, stop = units * rank // size, units * (rank + 1) // size
-    return min(start * unit, total), min(stop * unit, total)
 
 
 SINGLE = TensorParallel()

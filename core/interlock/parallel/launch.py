@@ -58,6 +58,13 @@ def wanted(settings: Settings) -> int:
     return outer[1]
 
 
+def tcp_store(port: int, size: int, *, master: bool) -> Any:
+    """Where the ranks of one machine meet; port 0 takes any."""
+    return torch.distributed.distributed_c10d.TCPStore(
+        "127.0.0.1", port, size, is_master=master, wait_for_workers=False
+    )
+
+
 def init_group(size: int, rank: int, settings: Settings, store: Any = None) -> None:
     """Join torch's default process group: gloo, and NCCL beside it where there are GPUs."""
     if torch.distributed.is_initialized():
@@ -99,9 +106,7 @@ class Ranks:
         with listener:
             if self.local:
                 self._spawn(listener.getsockname()[1], size)
-                store = torch.distributed.TCPStore(
-                    "127.0.0.1", 0, size, is_master=True, wait_for_workers=False
-                )
+                store = tcp_store(0, size, master=True)
             else:
                 init_group(size, 0, settings)
                 _publish(os.environ["MASTER_ADDR"], listener.getsockname()[1], self._token)

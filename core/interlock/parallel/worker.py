@@ -52,14 +52,14 @@ def _connect() -> tuple[wire.Channel, int]:
     outer = launch.torchrun()
     if outer is None:
         address, token, number = (os.environ[name] for name in launch.ENVIRONMENT)
-        host, _, port = address.partition(":")
-        rank = int(number)
+        host, _, text = address.partition(":")
+        rank, port = int(number), int(text)
     else:
         rank, size = outer
         # Nothing is known of the settings yet; the timeout matters for the start alone.
         launch.init_group(size, rank, Settings())
         host, port, token = launch.published()
-    channel = wire.Channel(socket.create_connection((host, int(port)), timeout=launch.CONNECT_S))
+    channel = wire.Channel(socket.create_connection((host, port), timeout=launch.CONNECT_S))
     channel.sock.settimeout(None)
     channel.send(wire.Hello(token, rank))
     return channel, rank
@@ -104,7 +104,7 @@ def _runner(rank: int, load: wire.Load) -> Any:
 
     settings = load_settings(load.plugins, flags=load.values)
     if load.port is not None:
-        store = torch.distributed.TCPStore("127.0.0.1", load.port, load.size, is_master=False)
+        store = launch.tcp_store(load.port, load.size, master=False)
         launch.init_group(load.size, rank, settings, store)
     plugins = Plugins.load(settings.plugins)
     configure(plugins, settings)

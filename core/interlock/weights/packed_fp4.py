@@ -38,7 +38,7 @@ def unpack(packed: Tensor, scale: Tensor, dtype: torch.dtype, name: str = "weigh
     table = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.float64)
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
     factors = torch.exp2(scale.to(torch.float64) - SCALE_BIAS)
-    values = table[codes.long()].unflatten(1, (-1, GROUP)) * factors[..., None]
+    values: Tensor = table[codes.long()].unflatten(1, (-1, GROUP)) * factors[..., None]
     return values.flatten(1).to(dtype)
 
 

@@ -21,11 +21,13 @@ from typing import IO, Final
 from interlock.errors import ModelNotFoundError, WeightsError
 from interlock.weights.resolve import (
     ALIASES,
+    BUNDLED,
     Alias,
     ModelFiles,
     Progress,
     alias_files,
     alias_path,
+    bundled_files,
     is_pulled,
 )
 
@@ -41,6 +43,8 @@ def pull(alias: str, progress: Progress | None = None, cache_dir: Path | None = 
     `ModelNotFoundError` for an unknown alias or a failed download, `WeightsError` for content
     that differs from what was pinned.
     """
+    if alias in BUNDLED:
+        return bundled_files(alias, needs_weights=False)
     if alias not in ALIASES:
         raise ModelNotFoundError(f"no alias {alias!r}; known: {', '.join(ALIASES)}")
     target = alias_path(alias, cache_dir)

@@ -21,7 +21,7 @@ from interlock.weights.gguf_header import MAGIC, file_revision
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all while a model is downloaded."""
 
-HUB_PATTERNS: Final = ("*.json", "*.safetensors", "*.jinja")
+HUB_PATTERNS: Final = ("*.json", "*.safetensors", "*.jinja", "*.model")
 _HUB_NAME: Final = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
 
 
@@ -67,6 +67,29 @@ ALIASES: Final[dict[str, Alias]] = {
 }
 
 
+@attrs.frozen(kw_only=True)
+class Bundled:
+    """A folder inside this package. Without weights it can be inspected, not run."""
+
+    description: str
+    license: str
+    has_weights: bool = True
+
+
+ASSETS: Final = Path(__file__).parent.parent / "assets"
+BUNDLED: Final[dict[str, Bundled]] = {
+    "k3-nano": Bundled(
+        description="Kimi K3's architecture with 8 million trained weights, for tests and demos",
+        license="Apache-2.0",
+    ),
+    "kimi-k3": Bundled(
+        description="Kimi K3's configuration, for `models inspect`; no weights",
+        license="facts",
+        has_weights=False,
+    ),
+}
+
+
 def cache_dir() -> Path:
     """``$INTERLOCK_CACHE``, else ``$XDG_CACHE_HOME/interlock``, else ``~/.cache/interlock``."""
     if own := os.environ.get("INTERLOCK_CACHE"):
@@ -99,7 +122,24 @@ def pull(alias: str, progress: Progress | None = None, cache_dir: Path | None = 
     return run(alias, progress, cache_dir)
 
 
-def resolve(name: str, *, progress: Progress | None = None, offline: bool = False) -> ModelFiles:
+def bundled_files(name: str, *, needs_weights: bool = True) -> ModelFiles:
+    """The files of a model that comes with this package."""
+    if needs_weights and not BUNDLED[name].has_weights:
+        raise ModelNotFoundError(
+            f"of {name!r} only the configuration is here, for `interlock models inspect {name}`; "
+            "to run it, give the folder of its weights with --model PATH"
+        )
+    folder = ASSETS / name
+    return ModelFiles(name, "hf", folder, folder_revision(folder))
+
+
+def resolve(
+    name: str,
+    *,
+    progress: Progress | None = None,
+    offline: bool = False,
+    needs_weights: bool = True,
+) -> ModelFiles:
     """Find the files of ``name``, downloading them if necessary and allowed.
 
     Raises `ModelNotFoundError` saying what was tried, and `WeightsError` for a path that holds no
@@ -107,6 +147,8 @@ def resolve(name: str, *, progress: Progress | None = None, offline: bool = Fals
     """
     if name in ALIASES:
         return _resolve_alias(name, progress, offline)
+    if name in BUNDLED:
+        return bundled_files(name, needs_weights=needs_weights)
     if not name.strip():
         raise ModelNotFoundError(
             "the model's name is empty; give --model an alias, path or hub name"
@@ -162,7 +204,7 @@ def _from_folder(folder: Path) -> ModelFiles:
 def folder_revision(folder: Path) -> str:
     """Hash over the names, sizes and times of the files that define a model."""
     digest = hashlib.sha256()
-    for pattern in ("*.json", "*.safetensors"):
+    for pattern in ("*.json", "*.safetensors", "*.model"):
         for path in sorted(folder.glob(pattern)):
             digest.update(f"{path.name}:{file_revision(path)};".encode())
     return digest.hexdigest()[:16]
@@ -198,17 +240,18 @@ def _hub_message(repo: str, error: Exception) -> str:
 
 
 def _not_found(name: str) -> ModelNotFoundError:
-    near = difflib.get_close_matches(name, ALIASES, n=2, cutoff=0.5)
+    known = [*ALIASES, *BUNDLED]
+    near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return ModelNotFoundError(
-        f"no model {name!r}: it is no alias ({', '.join(ALIASES)}), no existing path and no hub "
+        f"no model {name!r}: it is no alias ({', '.join(known)}), no existing path and no hub "
         f"name (organisation/model){hint}"
     )
 
 
 def describe_aliases() -> list[dict[str, Any]]:
-    """One record for each alias: name, description, size, licence, whether it is pulled."""
-    return [
+    """One record for each known name: description, size, licence, whether it is on disk."""
+    downloads = [
         {
             "name": name,
             "description": alias.description,
@@ -219,3 +262,15 @@ def describe_aliases() -> list[dict[str, Any]]:
         }
         for name, alias in ALIASES.items()
     ]
+    bundled = [
+        {
+            "name": name,
+            "description": model.description,
+            "bytes": sum(path.stat().st_size for path in (ASSETS / name).glob("*")),
+            "license": model.license,
+            "pulled": True,
+            "path": str(ASSETS / name),
+        }
+        for name, model in BUNDLED.items()
+    ]
+    return downloads + bundled
