@@ -30,8 +30,13 @@ def load(path: Path, dtype: torch.dtype = torch.float64, num_blocks: int = 64) -
         dtype=dtype,
         device=CPU,
     )
-    model.allocate_caches(num_blocks, BLOCK_SIZE)
+    model.allocate_caches(num_blocks, BLOCK_SIZE, *states_of(model))
     return model
+
+
+def states_of(model: Any, count: int = 4) -> tuple[int, ...]:
+    """``count`` state slots for a model that has states, as an argument list."""
+    return (count,) if model.state_bytes_per_slot() else ()
 
 
 def generate(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -57,6 +62,9 @@ def logits(model: Any, token_ids: list[int], chunk: int | None = None) -> torch.
     """Logits [T, V] of a sequence, computed ``chunk`` tokens at a time."""
     request = Request("r", token_ids, SamplingParams())
     request.block_table = list(range(-(-len(token_ids) // BLOCK_SIZE)))[::-1]
+    if states_of(model):
+        request.state_slot = 1
+        model.clear_states([1])
     step = chunk or len(token_ids)
     parts = []
     for start in range(0, len(token_ids), step):

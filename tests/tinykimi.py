@@ -65,6 +65,7 @@ TEXT: dict[str, Any] = {
     "tie_word_embeddings": False,
     "bos_token_id": RANKS,
     "eos_token_id": RANKS + 2,
+    "pad_token_id": RANKS + 63,
     "linear_attn_config": LINEAR,
 }
 
@@ -78,6 +79,34 @@ def config_of(linear: dict[str, Any] | None = None, **overrides: Any) -> dict[st
         "model_type": "kimi_k3",
         "text_config": text,
     }
+
+
+# Kimi-Linear's values of the switches.
+OFF: dict[str, Any] = {
+    "q_lora_rank": None,
+    "mla_use_output_gate": None,
+    "routed_expert_hidden_size": None,
+    "latent_moe_use_norm": None,
+    "attn_res_block_size": None,
+    "hidden_act": "silu",
+    "activation_situ_beta": None,
+    "activation_situ_linear_beta": None,
+}
+LINEAR_OFF: dict[str, Any] = {"gate_lower_bound": None, "use_full_rank_gate": False}
+
+
+def write_tiny_kimi_linear(folder: Path, seed: int = 0, **overrides: Any) -> Path:
+    """The same with Kimi-Linear's switches, names and layout."""
+    text = config_of(LINEAR_OFF, **{**OFF, **overrides})["text_config"]
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**text, "architectures": ["KimiLinearForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    write_tokenizer(folder)
+    tensors = _tensors(folder, seed, packed=False)
+    for name in [name for name in tensors if name.endswith("A_log")]:
+        tensors[name] = tensors[name][:4].view(1, 1, 4, 1).contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 def write_tiny_kimi(

@@ -112,7 +112,7 @@ def _typed(entry: Any) -> Callable[[int, bytes, int, int], None]:
 
 def _openmp_libraries() -> list[str | None]:
     """The process's global names first (that is how torch found it), then torch's own folder."""
-    if not torch.backends.openmp.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.openmp.is_available():
         return []
     folder = Path(torch.__file__).parent
     found = sorted([*(folder / "lib").glob("libgomp*"), *folder.parent.glob("torch.libs/libgomp*")])

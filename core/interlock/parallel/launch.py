@@ -60,9 +60,8 @@ def wanted(settings: Settings) -> int:
 
 def tcp_store(port: int, size: int, *, master: bool) -> Any:
     """Where the ranks of one machine meet; port 0 takes any."""
-    return torch.distributed.distributed_c10d.TCPStore(
-        "127.0.0.1", port, size, is_master=master, wait_for_workers=False
-    )
+    kinds: Any = torch.distributed
+    return kinds.TCPStore("127.0.0.1", port, size, is_master=master, wait_for_workers=False)
 
 
 def init_group(size: int, rank: int, settings: Settings, store: Any = None) -> None:

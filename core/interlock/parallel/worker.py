@@ -17,8 +17,6 @@ import time
 import traceback
 from typing import Any
 
-import torch
-
 from interlock.errors import describe_error
 from interlock.parallel import launch, wire
 from interlock.parallel.group import TensorParallel
