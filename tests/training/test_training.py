@@ -71,9 +71,17 @@ def test_an_export_is_the_model_that_was_trained(config, tmp_path):
     assert float(close) < 1e-4
     again = export.checkpoint(loaded)
     stored = export.checkpoint(net)
-    packed = [name for name in stored if name.endswith(("weight_packed", "weight_scale"))]
-    assert len(packed) == 11 * 16 * 3 * 2
-    assert all(torch.equal(again[name], stored[name]) for name in stored)
+    packed = [n.removesuffix("_packed") for n in stored if n.endswith("weight_packed")]
+    assert len(packed) == 11 * 16 * 3
+
+    def value(tensors, name):
+        codes = model.unpack(tensors[f"{name}_packed"])
+        return model.dequantize(codes, tensors[f"{name}_scale"])
+
+    # A group may get a smaller scale the second time, with the same values.
+    assert all(torch.equal(value(again, name), value(stored, name)) for name in packed)
+    rest = [n for n in stored if ".experts." not in n or "shared" in n]
+    assert all(torch.equal(again[name], stored[name]) for name in rest)
 
 
 def test_kneser_ney_is_a_distribution_and_knows_what_it_has_seen(monkeypatch):

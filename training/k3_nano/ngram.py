@@ -38,7 +38,7 @@ class KneserNey:
         seen, counts = np.unique(grams(stream, ORDER)[ends], return_counts=True)
         for order in range(ORDER, 0, -1):
             ones, twos = (counts == 1).sum(), (counts == 2).sum()
-            self.discounts.insert(0, float(ones / max(1, ones + 2 * twos)))
+            self.discounts.insert(0, float(ones / (ones + 2 * twos)) if ones else 0.5)
             contexts, index = np.unique(seen // np.uint64(VOCAB_SIZE), return_inverse=True)
             totals = np.bincount(index, counts)
             self.tables.insert(0, (seen, counts, contexts, totals, np.bincount(index)))
