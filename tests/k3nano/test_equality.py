@@ -11,8 +11,6 @@ from k3nano.conftest import LENGTHS
 from k3nano.play import COUNT, drain, engine, greedy
 from plugins_for_tests import Base, LookupDrafter
 
-pytestmark = pytest.mark.model
-
 
 class Chunks(Base):
     """No prefill row is longer than ``size``."""

@@ -105,6 +105,8 @@ def save(ranks: dict[bytes, int], folder: Path) -> None:
         "pad_token": "[PAD]",
         "unk_token": "[UNK]",
         "tokenizer_class": "TikTokenTokenizer",
+        # Few of its training chats think, so it does so only when asked to.
+        "default_chat_template_kwargs": {"thinking": False},
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
 

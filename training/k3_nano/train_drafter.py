@@ -49,7 +49,8 @@ def prompts(documents: Path, folder: Path, count: int, seed: int) -> list[list[i
 
 def continuations(target: Path, given: list[list[int]], seed: int) -> list[list[int]]:
     """What the target writes after each prompt, prompt included."""
-    llm = LLM(str(target), dtype="float32", max_model_len=256, max_num_seqs=64)
+    options = {"max_model_len": 256, "max_num_seqs": 64, "max_waiting": len(given)}
+    llm = LLM(str(target), dtype="float32", **options)
     rng = np.random.default_rng(seed)
     params = [
         SamplingParams(

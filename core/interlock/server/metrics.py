@@ -198,6 +198,8 @@ class _EngineCollector(Collector):
         yield self._gauge("num_requests_running", "Sequences that run.", stats.running)
         yield self._gauge("num_requests_waiting", "Sequences that wait.", stats.waiting)
         yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 0 to 1.", stats.kv_usage)
+        slots = "Recurrent state slots in use, 0 to 1."
+        yield self._gauge("state_usage_perc", slots, stats.state_usage)
         preemptions = stats.preemptions_total
         yield self._counter("num_preemptions", "Preemptions by recomputation.", preemptions)
         yield self._gauge("engine_held", "Sequences that a plugin holds.", stats.held)
