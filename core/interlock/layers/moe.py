@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from interlock.layers.linear import FixedRows
 from interlock.layers.mlp import GROUP
 from interlock.layers.norm import RMSNorm
 from interlock.layers.projection import Build, Projection, Shapes, widened
@@ -97,8 +98,9 @@ class DenseExperts:
         if not self._w2.shape[-1]:
             return weights.new_zeros(x.shape)
         beta = config.situ_beta if config.hidden_act == "situ" else None
+        block = FixedRows.ROWS if self._build.batch_invariant else None
         return self._build.ops.run_experts(
-            x, self._w13, self._w2, weights, ids, beta, config.situ_linear_beta
+            x, self._w13, self._w2, weights, ids, beta, config.situ_linear_beta, block
         )
 
 

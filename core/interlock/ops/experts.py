@@ -63,21 +63,31 @@ def run_experts(
     ids: Tensor,
     beta: float | None,
     linear_beta: float | None,
+    block: int | None = None,
 ) -> Tensor:
     """``sum_k weights_k down(act(gate x, up x))`` of the chosen experts: x [T, D] -> [T, D] wide.
 
     w13 [E, 2F, D] has gate's rows before up's; w2 [E, D, F]; ``beta`` None is SwiGLU, else SiTU.
-    Each token's experts are summed in the order of their ids, whatever the batch.
+    Each token's experts are summed in the order of their ids, whatever the batch. With ``block``
+    an expert's rows go through the kernels so many at a time, the last ones padded: torch picks a
+    kernel by shape, and two kernels add in different orders.
     """
     out = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
     for expert in ids.unique().tolist():
         tokens, place = (ids == expert).nonzero(as_tuple=True)
-        hidden = linear(x[tokens], w13[expert])
+        hidden = _linear(x[tokens], w13[expert], block)
         if beta is None:
             gate, up = hidden.to(weights.dtype).chunk(2, dim=-1)
             inner = (torch.nn.functional.silu(gate) * up).to(x.dtype)
         else:
             inner = situ_mul(hidden, beta, linear_beta)
-        rows = linear(inner, w2[expert]).to(weights.dtype)
+        rows = _linear(inner, w2[expert], block).to(weights.dtype)
         out.index_add_(0, tokens, rows * weights[tokens, place, None])
     return out
+
+
+def _linear(x: Tensor, weight: Tensor, block: int | None) -> Tensor:
+    if block is None:
+        return linear(x, weight)
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % block))
+    return torch.cat([linear(rows, weight) for rows in padded.split(block)])[: len(x)]
