@@ -80,7 +80,7 @@ class XTMLFormat:
         return XTMLParser(bytes_of, self.brackets, channel, stops=stops, include_stop=include_stop)
 
 
-def native_format(files: ModelFiles, tokenizer: Tokenizer) -> XTMLFormat | None:
+def native_format(files: ModelFiles, tokenizer: Tokenizer | None = None) -> XTMLFormat | None:
     """The format of a model that has no template because it needs none, or None."""
     if files.kind == "gguf":
         return None
@@ -91,4 +91,8 @@ def native_format(files: ModelFiles, tokenizer: Tokenizer) -> XTMLFormat | None:
         return None
     path = files.path / "tokenizer_config.json"
     settings = read_object(path) if path.is_file() else {}
+    if tokenizer is None:
+        from interlock.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.load(files)
     return XTMLFormat(tokenizer, settings.get(DEFAULTS_KEY) or {})

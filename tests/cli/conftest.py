@@ -76,7 +76,7 @@ class FakeEngine:
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEngine]:
     """The engine that `generate` and `chat` will get; it shouts back what it is asked."""
     fake = FakeEngine(lambda prompt: prompt.upper())
-    files = SimpleNamespace(name="fake-model")
+    files = SimpleNamespace(name="fake-model", kind="gguf")
     settings = Settings(engine=EngineSettings())
 
     @contextmanager

@@ -19,6 +19,7 @@ from interlock.errors import PluginError, WeightsError
 from interlock.layers.rope import cos_sin_table, inverse_frequencies
 from interlock.models.registry import MODELS, build_model, merged_models
 from interlock.weights.config import ModelConfig, RopeScaling, load_config
+from interlock.weights.config_kimi import KIMI
 from interlock.weights.resolve import local_files
 from tinymodels import TinySpec
 
@@ -294,7 +295,7 @@ def test_progress_reaches_one(tmp_path: Path) -> None:
 
 
 def test_registry() -> None:
-    assert set(MODELS) == set(ALL)
+    assert set(MODELS) == {*ALL, *KIMI}
     assert merged_models({"NewForCausalLM": dict})["NewForCausalLM"] is dict
     with pytest.raises(PluginError, match="LlamaForCausalLM"):
         merged_models({"LlamaForCausalLM": dict})

@@ -61,10 +61,9 @@ def load_template(settings: Settings, files: ModelFiles) -> ChatTemplate | XTMLF
     """How the model is talked to; raises ConfigError when nothing says so."""
     from interlock.chat import ChatTemplate
     from interlock.chat_format import native_format
-    from interlock.tokenizer import Tokenizer
 
     template = ChatTemplate.load(files, settings.engine.chat_template)
-    native = None if template else native_format(files, Tokenizer.load(files))
+    native = None if template else native_format(files)
     if native is not None:
         return native
     if template is None:
