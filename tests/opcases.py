@@ -55,6 +55,10 @@ def of_tables(verify: Rows, decode: Rows, prefill: Rows, tables: list[list[int]]
         query_lens=lengths,
         context=context,
         tables=tables,
+        state_slots=[],
+        state_index=nothing,
+        starts=starts,
+        exports=[[] for _ in tables],
     )
 
 

@@ -93,7 +93,12 @@ def render(messages: Sequence[Message], options: ChatOptions) -> list[Segment]:
     if options.tools and options.tool_choice in _TOOL_CHOICE:
         segments += _system("tool-choice", _TOOL_CHOICE[options.tool_choice])
     if options.continues:
-        return [*segments, *_open("message", role="assistant"), *_unclosed(messages[-1], options)]
+        last = len(messages) - 1
+        return [
+            *segments,
+            *_open("message", role="assistant"),
+            *_unclosed(last, messages[last], options),
+        ]
     if options.opens:
         segments += [*_open("message", role="assistant"), *_open(options.channel)]
     return segments
@@ -215,8 +220,8 @@ def _thought(index: int, message: Message, options: ChatOptions) -> list[Segment
     return _within(THINK, [Segment(thought)])
 
 
-def _unclosed(message: Message, options: ChatOptions) -> list[Segment]:
-    thought = _thought(-1, message, options)
+def _unclosed(last: int, message: Message, options: ChatOptions) -> list[Segment]:
+    thought = _thought(last, message, options)
     return [*thought, *_open(RESPONSE), Segment(_content(message))]
 
 

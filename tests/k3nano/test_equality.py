@@ -85,7 +85,7 @@ class Knows(LookupDrafter):
 
 def test_drafts_that_are_accepted_in_part(player, prompts, oracle):
     drafter = Knows(prompts, oracle)
-    tokens, built = player(prompts, {"draft": drafter}, num_blocks=30)
+    tokens, built = player(prompts, {"draft": drafter}, num_blocks=24)
     assert tokens == oracle
     stats = built.stats()
     assert 0 < stats.accepted_tokens_total < stats.draft_tokens_total

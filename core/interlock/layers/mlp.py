@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from interlock.layers.projection import Build, Projection, Shapes
-from interlock.weights.config import ModelConfig
 from interlock.weights.source import WeightSource
 
 GROUP = 32
@@ -13,26 +14,34 @@ GROUP = 32
 
 
 class MLP:
-    """Gate and up are one linear layer."""
+    """Gate and up are one linear layer. ``activation`` [T, 2F] -> [T, F] may be another one."""
 
-    def __init__(self, name: str, config: ModelConfig, build: Build) -> None:
-        inner = config.intermediate_size
-        self._silu_mul = build.ops.silu_mul
+    def __init__(
+        self,
+        name: str,
+        hidden: int,
+        inner: int,
+        build: Build,
+        *,
+        bias: bool = False,
+        activation: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._activation = activation or build.ops.silu_mul
         self.gate_up = Projection(
             f"{name}.gate_up_proj",
-            config.hidden_size,
+            hidden,
             [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)],
             build,
-            bias=config.mlp_bias,
+            bias=bias,
             shard="out",
             unit=GROUP,
         )
         self.down = Projection(
             f"{name}.down_proj",
             inner,
-            [(f"{name}.down_proj", config.hidden_size)],
+            [(f"{name}.down_proj", hidden)],
             build,
-            bias=config.mlp_bias,
+            bias=bias,
             shard="in",
             unit=GROUP,
         )
@@ -45,4 +54,4 @@ class MLP:
         self.down.load(source)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self._silu_mul(self.gate_up(x)))
+        return self.down(self._activation(self.gate_up(x)))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from interlock.layers.linear import FixedRows
-from interlock.layers.mlp import GROUP
+from interlock.layers.mlp import GROUP, MLP
 from interlock.layers.norm import RMSNorm
 from interlock.layers.projection import Build, Projection, Shapes, widened
 from interlock.ops.reference import wide
@@ -17,32 +19,14 @@ from interlock.weights.source import WeightSource
 PACKED, SCALE = "weight_packed", "weight_scale"
 
 
-class GatedMLP:
-    """``down(act(gate x, up x))`` with SiTU or SwiGLU; used for dense layers and shared experts."""
-
-    def __init__(self, name: str, config: KimiConfig, inner: int, build: Build) -> None:
-        hidden = config.hidden_size
-        parts = [(f"{name}.{part}_proj", inner) for part in ("gate", "up")]
-        self._config, self._ops = config, build.ops
-        self.gate_up = Projection(
-            f"{name}.gate_up_proj", hidden, parts, build, shard="out", unit=GROUP
+def gated_mlp(name: str, config: KimiConfig, inner: int, build: Build) -> MLP:
+    """``down(act(gate x, up x))`` with SiTU or SwiGLU, for dense layers and shared experts."""
+    activation = None
+    if config.hidden_act == "situ":
+        activation = functools.partial(
+            build.ops.situ_mul, beta=config.situ_beta, linear_beta=config.situ_linear_beta
         )
-        down = [(f"{name}.down_proj", hidden)]
-        self.down = Projection(f"{name}.down_proj", inner, down, build, shard="in", unit=GROUP)
-
-    def expected(self) -> Shapes:
-        return self.gate_up.expected() | self.down.expected()
-
-    def load(self, source: WeightSource) -> None:
-        self.gate_up.load(source)
-        self.down.load(source)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        hidden = self.gate_up(x)
-        if self._config.hidden_act != "situ":
-            return self.down(self._ops.silu_mul(hidden))
-        beta, linear_beta = self._config.situ_beta, self._config.situ_linear_beta
-        return self.down(self._ops.situ_mul(hidden, beta, linear_beta))
+    return MLP(name, config.hidden_size, inner, build, activation=activation)
 
 
 class DenseExperts:
@@ -124,9 +108,9 @@ class MoE:
             self.norm = RMSNorm(norm, latent, config.rms_norm_eps, build.ops)
         if config.num_shared_experts:
             inner = config.moe_intermediate_size * config.num_shared_experts
-            self.shared = GatedMLP(f"{name}.shared_experts", config, inner, build)
+            self.shared = gated_mlp(f"{name}.shared_experts", config, inner, build)
 
-    def _parts(self) -> list[Projection | GatedMLP]:
+    def _parts(self) -> list[Projection | MLP]:
         given = (self.gate, self.down, self.up, self.shared)
         return [part for part in given if part is not None]
 

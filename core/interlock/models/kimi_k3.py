@@ -20,11 +20,13 @@ from interlock.errors import WeightsError
 from interlock.layers.embedding import Head, VocabEmbedding
 from interlock.layers.kda import KDA
 from interlock.layers.mla import MLA
-from interlock.layers.moe import GatedMLP, MoE
+from interlock.layers.mlp import MLP
+from interlock.layers.moe import MoE, gated_mlp
 from interlock.layers.norm import RMSNorm
 from interlock.layers.projection import Build, Shapes
 from interlock.layers.residual import ResidualMix
 from interlock.layers.rope import frequencies_table
+from interlock.models.checking import require
 from interlock.ops import OpTable
 from interlock.parallel.group import SINGLE, TensorParallel
 from interlock.weights.config_kimi import KimiConfig
@@ -48,9 +50,9 @@ class KimiLayer:
         attention = MLA if config.is_full_attention(index) else KDA
         self.attention = attention(f"{name}.self_attn", config, build)
         if config.is_moe(index):
-            self.mlp: MoE | GatedMLP = MoE(f"{name}.block_sparse_moe", config, build)
+            self.mlp: MoE | MLP = MoE(f"{name}.block_sparse_moe", config, build)
         else:
-            self.mlp = GatedMLP(f"{name}.mlp", config, config.intermediate_size, build)
+            self.mlp = gated_mlp(f"{name}.mlp", config, config.intermediate_size, build)
         self.input_norm = RMSNorm(f"{name}.input_layernorm", hidden, eps, build.ops)
         self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", hidden, eps, build.ops)
         self.mixes: tuple[ResidualMix, ...] = ()
@@ -275,19 +277,7 @@ class KimiModel:
 
 def check_weights(expected: Shapes, source: WeightSource) -> None:
     """Compare what a model needs with what its files have; everything that differs is an error."""
-    missing = [name for name in expected if name not in source.infos]
-    if missing:
-        raise WeightsError(
-            f"{len(missing)} of {len(expected)} tensors are missing from the model's files: "
-            f"{summary(missing)}"
-        )
-    wrong = [
-        f"{name} is {list(source.infos[name].shape)} instead of {list(shape)}"
-        for name, shape in expected.items()
-        if not _fits(name, source.infos[name].shape, shape)
-    ]
-    if wrong:
-        raise WeightsError(f"tensors do not fit the configuration: {summary(wrong)}")
+    require(expected, source, _fits)
     unknown = [name for name in source.infos if name not in expected]
     vision = [name for name in unknown if name.startswith(_VISION)]
     extra = [*source.unexpected, *(name for name in unknown if name not in set(vision))]

@@ -21,6 +21,7 @@ from interlock.layers.mlp import MLP
 from interlock.layers.norm import RMSNorm
 from interlock.layers.projection import Build, Shapes
 from interlock.layers.rope import cos_sin_table
+from interlock.models.checking import require
 from interlock.ops import OpTable
 from interlock.parallel.group import SINGLE, TensorParallel
 from interlock.weights.config import ModelConfig
@@ -43,7 +44,8 @@ class DecoderLayer:
     def __init__(self, name: str, config: ModelConfig, build: Build) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.attention = Attention(f"{name}.self_attn", config, build)
-        self.mlp = MLP(f"{name}.mlp", config, build)
+        inner, bias = config.intermediate_size, config.mlp_bias
+        self.mlp = MLP(f"{name}.mlp", hidden, inner, build, bias=bias)
         self.input_norm = RMSNorm(f"{name}.input_layernorm", hidden, eps, build.ops)
         self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", hidden, eps, build.ops)
         self._build = build
@@ -208,19 +210,7 @@ def _has_divisors(source: WeightSource) -> bool:
 
 def check_weights(expected: Shapes, source: WeightSource, config: ModelConfig) -> None:
     """Compare what a model needs with what its files have."""
-    missing = [name for name in expected if name not in source.infos]
-    if missing:
-        raise WeightsError(
-            f"{len(missing)} of {len(expected)} tensors are missing from the model's files: "
-            f"{summary(missing)}"
-        )
-    wrong = [
-        f"{name} is {list(source.infos[name].shape)} instead of {list(shape)}"
-        for name, shape in expected.items()
-        if source.infos[name].shape != shape
-    ]
-    if wrong:
-        raise WeightsError(f"tensors do not fit the configuration: {summary(wrong)}")
+    require(expected, source)
     _check_divisors(source.infos.get(ROPE_FREQS), config)
     optional = {ROPE_FREQS, f"{_HEAD}.weight"} if config.tie_word_embeddings else {ROPE_FREQS}
     extra = [name for name in source.infos if name not in expected and name not in optional]

@@ -36,7 +36,7 @@ class OpTable:
     residual_mix: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     latent_store: Callable[[Tensor, Tensor, Tensor], None]
     mla_attention: Callable[[Tensor, Tensor, Tensor, Tensor, Any, float], Tensor]
-    situ_mul: Callable[[Tensor, float, float | None], Tensor]
+    situ_mul: Callable[..., Tensor]
     route: Callable[..., tuple[Tensor, Tensor]]
     run_experts: Callable[..., Tensor]
     choices: dict[str, str]
@@ -62,7 +62,7 @@ def build(
     """
     ours, how = _core(device, dtype)
     ops = {**torch_ops.OPS, **ours}
-    choices = {name: how if name in ours else "torch" for name in OPS}
+    choices = {name: how if name in ours else "torch: no other kernel yet" for name in OPS}
     for (op, kind), function in overrides.items():
         if op not in OPS:
             raise PluginError(f"a plugin has a kernel for {op!r}; ops are {', '.join(OPS)}")

@@ -182,11 +182,7 @@ class Frontend:
     ) -> str:
         """The conversation as text. Raises RequestError if the template cannot render it."""
         template = self._template(tools, kwargs)
-        if add_generation_prompt and continue_final_message:
-            raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other",
-                param="continue_final_message",
-            )
+        _check_exclusive(add_generation_prompt, continue_final_message)
         generation = not continue_final_message and add_generation_prompt is not False
         text = template.render(
             messages, add_generation_prompt=generation, tools=tools, **(kwargs or {})
@@ -242,14 +238,18 @@ def _refuse_native(tool_choice: str | None, effort: str | None) -> None:
         )
 
 
-def _check_continued(
-    messages: list[dict[str, Any]], generation: bool | None, continues: bool
-) -> None:
+def _check_exclusive(generation: bool | None, continues: bool) -> None:
     if continues and generation:
         raise RequestError(
             "continue_final_message and add_generation_prompt exclude each other",
             param="continue_final_message",
         )
+
+
+def _check_continued(
+    messages: list[dict[str, Any]], generation: bool | None, continues: bool
+) -> None:
+    _check_exclusive(generation, continues)
     last = messages[-1]
     if continues and (last["role"] != "assistant" or not (last.get("content") or "").strip()):
         raise RequestError(
