@@ -72,18 +72,25 @@ def run_experts(
     an expert's rows go through the kernels so many at a time, the last ones padded: torch picks a
     kernel by shape, and two kernels add in different orders.
     """
+    top = ids.shape[1]
+    order = ids.flatten().argsort(stable=True)
+    counts = ids.flatten().bincount(minlength=len(w13)).tolist()
+    tokens = order // top
+    hidden = _grouped(x[tokens], w13, counts, block)
+    if beta is None:
+        gate, up = hidden.to(weights.dtype).chunk(2, dim=-1)
+        inner = (torch.nn.functional.silu(gate) * up).to(x.dtype)
+    else:
+        inner = situ_mul(hidden, beta, linear_beta)
+    rows = _grouped(inner, w2, counts, block).to(weights.dtype)
     out = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
-    for expert in ids.unique().tolist():
-        tokens, place = (ids == expert).nonzero(as_tuple=True)
-        hidden = _linear(x[tokens], w13[expert], block)
-        if beta is None:
-            gate, up = hidden.to(weights.dtype).chunk(2, dim=-1)
-            inner = (torch.nn.functional.silu(gate) * up).to(x.dtype)
-        else:
-            inner = situ_mul(hidden, beta, linear_beta)
-        rows = _linear(inner, w2[expert], block).to(weights.dtype)
-        out.index_add_(0, tokens, rows * weights[tokens, place, None])
-    return out
+    return out.index_add_(0, tokens, rows * weights.flatten()[order, None])
+
+
+def _grouped(x: Tensor, weight: Tensor, counts: list[int], block: int | None) -> Tensor:
+    """Rows of ``x``, ``counts[e]`` of them for expert e in turn, each times its expert's weight."""
+    parts = zip(x.split(counts), weight, strict=True)
+    return torch.cat([_linear(rows, matrix, block) for rows, matrix in parts if len(rows)])
 
 
 def _linear(x: Tensor, weight: Tensor, block: int | None) -> Tensor:
