@@ -148,6 +148,16 @@ def test_a_model_that_no_rank_can_load_gives_the_one_line_that_one_rank_gives(tm
     assert "holds no model" in done.stderr.splitlines()[-1]
 
 
+def test_heads_that_cannot_be_shared_are_one_line_and_start_no_process(kimi):
+    command = [sys.executable, "-m", "interlock", "generate", "--model", kimi, "--tp", "3", "a"]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("which 3 ranks cannot share evenly; use one of 1, 2, 4")
+
+
 def test_plugins_handed_over_as_objects_are_refused(kimi):
     from interlock.engine.engine import Engine
     from interlock.plugins import Plugins

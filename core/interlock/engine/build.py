@@ -66,6 +66,7 @@ def _parallel(settings: Settings, plugins: Plugins, progress: Progress | None) -
         )
     if size == 1:
         return ModelRunner(settings, plugins, progress)
+    _check_heads(settings, plugins, size)
     ranks = launch.Ranks(settings, size)
     local = size if ranks.local else int(os.environ["LOCAL_WORLD_SIZE"])
     try:
@@ -78,6 +79,17 @@ def _parallel(settings: Settings, plugins: Plugins, progress: Progress | None) -
     except BaseException:
         ranks.close()
         raise
+
+
+def _check_heads(settings: Settings, plugins: Plugins, size: int) -> None:
+    """Refuse what cannot be shared before a process is started for it."""
+    from interlock.weights.config import load_config
+    from interlock.weights.resolve import resolve
+
+    config = load_config(resolve(settings.engine.model), plugins.merged("interlock_models"))
+    check_tp = getattr(config, "check_tp", None)
+    if check_tp is not None:
+        check_tp(size)
 
 
 def connect(engine: Engine) -> None:

@@ -17,7 +17,7 @@ import time
 import traceback
 from typing import Any
 
-from interlock.errors import describe_error
+from interlock.errors import InterlockError, describe_error
 from interlock.parallel import launch, wire
 from interlock.parallel.group import TensorParallel
 from interlock.settings import Settings, load_settings
@@ -40,7 +40,8 @@ def main() -> int:
     except BaseException as error:
         if inbox.qsize() and inbox.queue[-1] is None:
             return EXIT_ORPHANED
-        traceback.print_exc()
+        if not isinstance(error, InterlockError):
+            traceback.print_exc()
         with contextlib.suppress(EOFError):
             channel.send(wire.Failed(describe_error(error)[:2000]))
         return EXIT_FAILED
