@@ -49,7 +49,8 @@ def prompts(documents: Path, folder: Path, count: int, seed: int) -> list[list[i
 
 def continuations(target: Path, given: list[list[int]], seed: int) -> list[list[int]]:
     """What the target writes after each prompt, prompt included."""
-    options = {"max_model_len": 256, "max_num_seqs": 64, "max_waiting": len(given)}
+    # Decoding is many small products: a second thread would only be waited for.
+    options = {"max_model_len": 256, "max_num_seqs": 64, "max_waiting": len(given), "threads": 1}
     llm = LLM(str(target), dtype="float32", **options)
     rng = np.random.default_rng(seed)
     params = [
@@ -120,10 +121,10 @@ def loss_of(
 
 def train(given: argparse.Namespace) -> dspark.Drafter:
     torch.manual_seed(given.seed)
-    torch.set_num_threads(given.threads)
     begun = time.monotonic()
     asked = prompts(given.documents, given.target, given.prompts, given.seed)
     written = continuations(given.target, asked, given.seed)
+    torch.set_num_threads(given.threads)
     print(f"{sum(map(len, written))} tokens written in {time.monotonic() - begun:.0f}s", flush=True)
     data = Data(written, [len(p) for p in asked], given.target)
     print(f"taps after {time.monotonic() - begun:.0f}s", flush=True)

@@ -30,15 +30,15 @@ def mla_attention(
     q [T, H, N + P], of which N meet projected keys and P the shared part; cache
     [blocks, block_size, C + P]; k_up [H, N, C]; v_up [H, V, C].
     """
-    out = q.new_zeros(len(q), len(v_up) * v_up.shape[1])
-    start = 0
-    for row, (count, context) in enumerate(zip(batch.query_lens, batch.context, strict=True)):
-        latents = gather(cache, batch.tables[row], context)
-        form = plain if row >= batch.prefill.rows.start else absorbed
-        rows = slice(start, start + count)
-        out[rows] = form(q[rows], latents, k_up, v_up, scale).flatten(1)
-        start += count
-    return out
+    out = q.new_zeros(len(q), len(v_up), v_up.shape[1])
+    few = batch.decode.tokens.stop
+    if few:
+        _absorbed(q[:few], cache, k_up, v_up, batch, scale, out[:few])
+    for row in range(*batch.prefill.rows):
+        rows = slice(batch.starts[row], batch.starts[row + 1])
+        latents = gather(cache, batch.tables[row], batch.context[row])
+        out[rows] = plain(q[rows], latents, k_up, v_up, scale)
+    return out.flatten(1)
 
 
 def plain(q: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor, scale: float) -> Tensor:
@@ -50,16 +50,26 @@ def plain(q: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor, scale: float) 
     return attend(q, keys, values, scale)
 
 
-def absorbed(q: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor, scale: float) -> Tensor:
-    """The same without expanding the context: q [n, H, N + P] -> [n, H, V]."""
-    kind = wide(q.dtype)
-    nope, rank = k_up.shape[1:]
+def _absorbed(
+    q: Tensor, cache: Tensor, k_up: Tensor, v_up: Tensor, batch: Any, scale: float, out: Tensor
+) -> None:
+    """Rows of few tokens: projections for all of them at once, the contexts one by one."""
+    kind, nope = wide(q.dtype), k_up.shape[1]
     moved = torch.einsum("thn,hnc->thc", q[..., :nope].to(kind), k_up.to(kind))
-    stored = latents.to(kind)
-    scores = torch.cat([moved, q[..., nope:].to(kind)], dim=-1) @ stored.T * scale
-    if len(q) > 1:
-        last = torch.arange(len(latents) - len(q), len(latents), device=q.device)
-        future = torch.arange(len(latents), device=q.device) > last[:, None, None]
+    queries = torch.cat([moved, q[..., nope:].to(kind)], dim=-1) * scale
+    mixed = torch.empty_like(moved)
+    for row in range(batch.decode.rows.stop):
+        rows = slice(batch.starts[row], batch.starts[row + 1])
+        latents = gather(cache, batch.tables[row], batch.context[row]).to(kind)
+        mixed[rows] = absorbed(queries[rows], latents, k_up.shape[-1])
+    out.copy_(torch.einsum("thc,hvc->thv", mixed, v_up.to(kind)))
+
+
+def absorbed(queries: Tensor, latents: Tensor, rank: int) -> Tensor:
+    """One row that does not expand its context: scaled queries [n, H, C + P] -> [n, H, C]."""
+    scores = queries @ latents.T
+    if len(queries) > 1:
+        last = torch.arange(len(latents) - len(queries), len(latents), device=queries.device)
+        future = torch.arange(len(latents), device=queries.device) > last[:, None, None]
         scores = scores.masked_fill(future, -torch.inf)
-    mixed = scores.softmax(-1) @ stored[:, :rank]
-    return torch.einsum("thc,hvc->thv", mixed, v_up.to(kind)).to(q.dtype)
+    return scores.softmax(-1) @ latents[:, :rank]
