@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if int(os.environ.get("RANK", "0")) and "TORCHELASTIC_RUN_ID" in os.environ:
         from interlock.parallel import worker
 
-        return worker.main()
+        worker.run()
     try:
         with _cleaned_up_when_ended():
             args = parse(list(sys.argv[1:] if argv is None else argv))

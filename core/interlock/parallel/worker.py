@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 from interlock.errors import InterlockError, describe_error
 from interlock.parallel import launch, wire
@@ -111,9 +111,13 @@ def _runner(rank: int, load: wire.Load) -> Any:
     return ModelRunner(settings, plugins, tp=TensorParallel(rank, load.size), local_ranks=local)
 
 
-if __name__ == "__main__":
+def run() -> NoReturn:
+    """`main`, and the end of this process, which no thread of a native library may delay."""
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of native libraries must not delay or crash the end.
     os._exit(status)
+
+
+if __name__ == "__main__":
+    run()
