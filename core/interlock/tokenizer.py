@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -128,6 +128,10 @@ class Tokenizer:
         """The id of the token that the vocabulary spells ``name``."""
         found: int | None = self._backend.token_to_id(name)
         return found
+
+    def visible(self, *, skip_special_tokens: bool) -> Callable[[int], bytes]:
+        """What the tokens of one text show, asked for in their order: see `token_bytes`."""
+        return functools.partial(self.token_bytes, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, id: int, *, skip_special_tokens: bool = False) -> bytes:
         """The exact bytes that a token adds to a text.

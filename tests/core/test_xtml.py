@@ -318,6 +318,15 @@ def test_stop_strings_cut_the_visible_text(chat, tokenizer, include):
     assert message["reasoning_content"] == "fine"
 
 
+def test_a_tag_is_hidden_with_its_name(tokenizer):
+    """The engine looks for stop strings in what is visible: not in the names of channels."""
+    ids = tokens(tokenizer, "a<|close|>think<|sep|><|open|>response<|sep|>b think<|end_of_msg|>")
+    shown = tokenizer.visible(skip_special_tokens=True)
+    assert b"".join(shown(i) for i in ids) == b"ab think"
+    plain = tokenizer.visible(skip_special_tokens=False)
+    assert b"".join(plain(i) for i in ids).startswith(b"a<|close|>think<|sep|>")
+
+
 # -- the vocabulary --------------------------------------------------------------------------------
 
 

@@ -69,6 +69,17 @@ def test_thinking_is_reasoning_content(client):
     assert message.reasoning_content
 
 
+def test_stop_strings_are_looked_for_in_what_is_visible(client):
+    plain = chat(client, reasoning_effort="low").choices[0].message
+    # The names of the channels are no text.
+    same = chat(client, reasoning_effort="low", stop=["response", "think<"]).choices[0].message
+    assert same.content == plain.content
+    whole = chat(client).choices[0].message.content
+    cut = chat(client, stop=["noun"]).choices[0]
+    assert cut.message.content == whole.partition("noun")[0] != whole
+    assert cut.finish_reason == "stop"
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -99,11 +99,7 @@ class Engine:
 
     def _text_stream(self, request: Request, tokenizer: Tokenizer) -> TextStream:
         params = request.params
-        hidden = tokenizer.special_ids if params.skip_special_tokens else frozenset()
-
-        def bytes_of(token: int) -> bytes:
-            return b"" if token in hidden else tokenizer.token_bytes(token)
-
+        bytes_of = tokenizer.visible(skip_special_tokens=params.skip_special_tokens)
         return TextStream(bytes_of, params.stop, params.include_stop_str_in_output)
 
     def abort(self, request_id: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +17,7 @@ from interlock.errors import WeightsError
 from interlock.tokenizer import SpecialTokens, Tokenizer, special_tokens, well_formed
 from interlock.weights.config_hf import token_facts
 from interlock.weights.fields import read_object
+from interlock.xtml import CLOSE, OPEN
 
 if TYPE_CHECKING:
     import tiktoken
@@ -94,6 +95,24 @@ class TiktokenTokenizer(Tokenizer):
     def token_id(self, name: str) -> int | None:
         """The id of the special token called ``name``."""
         return next((index for index, text in self._names.items() if text == name), None)
+
+    def visible(self, *, skip_special_tokens: bool) -> Callable[[int], bytes]:
+        """As `Tokenizer.visible`; what stands inside a tag is hidden with the tag's brackets.
+
+        So a stop string is found in what a reader sees, and not in the name of a channel.
+        """
+        if not skip_special_tokens:
+            return self.token_bytes
+        inside = False
+
+        def bytes_of(token: int) -> bytes:
+            nonlocal inside
+            name = self._names.get(token)
+            if name is not None:
+                inside = name in (OPEN, CLOSE)
+            return b"" if inside or name is not None else self.token_bytes(token)
+
+        return bytes_of
 
     def token_bytes(self, id: int, *, skip_special_tokens: bool = False) -> bytes:
         """The exact bytes that a token adds to a text."""
