@@ -17,6 +17,9 @@ from interlock.weights.safetensors_header import read_folder
 from interlock.weights.tensors_kimi import kimi_tensors
 from tinykimi import config_of, write_tiny_kimi
 
+PACKED = {"quantization_config": {"format": "mxfp4-pack-quantized"}}
+EIGHT_BITS = {"config_groups": {"group_0": {"weights": {"num_bits": 8}}}}
+
 
 def read(folder, config):
     (folder / "config.json").write_text(json.dumps(config))
@@ -65,11 +68,34 @@ def test_k3_cannot_be_run_from_its_configuration(capsys):
     assert "only the configuration is here" in capsys.readouterr().err
 
 
+def test_a_drafter_is_no_model_by_itself(capsys):
+    for command in (["models", "inspect", "k3-nano-dspark"], ["generate", "--model"]):
+        arguments = command if "inspect" in command else [*command, "k3-nano-dspark", "a"]
+        assert main(arguments) == 1
+        assert "'k3-nano-dspark' is the drafter of 'k3-nano'" in capsys.readouterr().err
+    assert main(["models", "pull", "k3-nano-dspark"]) == 0
+    assert capsys.readouterr().out.strip().endswith("k3-nano-dspark")
+
+
+def test_a_quantization_that_stands_outside_of_the_text_part(tmp_path):
+    config = config_of() | {"quantization_config": {"quant_method": "awq", "format": "gemm"}}
+    with pytest.raises(WeightsError, match=r"quantization_config.format 'gemm'"):
+        read(tmp_path, config)
+
+
+def test_the_vision_part_takes_no_memory_of_a_rank():
+    facts = describe(resolve("kimi-k3", needs_weights=False), tp=1)
+    text = facts["tensor_bytes"] - 2 * facts["vision_parameters"]
+    assert facts["per_rank"]["weight_bytes_as_stored"] == text
+    assert 0 < facts["per_rank"]["weight_bytes_on_every_rank"] < text // 50
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--device-memory", "much"], "--device-memory: 'much' is no amount of memory"),
         (["--device-memory", "0GiB"], "no amount of memory"),
+        (["--device-memory", "9" * 400], "no amount of memory"),
         (["--tp", "0"], "--tp must be at least 1"),
         (["--tp", "7"], "engine.tp: num_attention_heads is 96"),
     ],
@@ -95,6 +121,9 @@ def test_what_fits(capsys):
     one = 449_372_160 // 8 + 8192 * 27_648
     assert fits["sequences_of_tokens"]["8192"] == fits["left_for_caches_bytes"] // one
     assert fits["weights_fit"]
+    # Packed experts fit, the same dequantized do not.
+    assert not fits["weights_with_dense_experts_fit"]
+    assert fits["margin_bytes"] == round(288 * 2**30 * 0.1)
     assert main(["models", "inspect", "kimi-k3", "--device-memory", "80GB", "--json"]) == 0
     assert not json.loads(capsys.readouterr().out)["fits"]["weights_fit"]
 
@@ -127,6 +156,15 @@ def test_the_tensors_that_follow_from_a_configuration_are_those_in_the_files(tmp
         ({}, {"full_attn_layers": [1, 3, 5, 6]}, "must name each of the layers 1 to 6 once"),
         ({"quantization_config": {"format": "int8"}}, None, "quantization_config.format 'int8'"),
         ({"attn_res_block_size": -1}, None, "attn_res_block_size"),
+        ({"moe_intermediate_size": 0}, None, "moe_intermediate_size must be at least 1"),
+        (PACKED | {"moe_intermediate_size": 48}, None, "moe_intermediate_size must be a multiple"),
+        (PACKED | {"routed_expert_hidden_size": 40}, None, "routed_expert_hidden_size must be a"),
+        (
+            {"quantization_config": {**PACKED["quantization_config"], **EIGHT_BITS}},
+            None,
+            "config_groups.group_0.weights.num_bits must be 4, not 8",
+        ),
+        ({"mla_use_nope": False, "rope_scaling": {"type": "yarn"}}, None, "rope_scaling 'yarn'"),
     ],
 )
 def test_a_configuration_that_cannot_be(tmp_path, text, linear, message):

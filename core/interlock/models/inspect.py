@@ -33,10 +33,9 @@ MARGIN: Final = 0.1
 """Share of a device's memory that is left to activations, communication and the runtime."""
 _UNITS: Final = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS_10: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-# What every rank holds whole: norms, routers, low-rank first halves, mixers and the vision part.
+# What every rank holds whole: norms, routers, low-rank first halves, latents and mixers.
 _WHOLE: Final = re.compile(
-    r"norm|\.f_a_proj|\.g_a_proj|\.kv_a_proj|\.q_a_proj|\.gate\.|routed_expert_|_res_|"
-    r"^vision_tower|^mm_projector"
+    r"norm|\.f_a_proj|\.g_a_proj|\.kv_a_proj|\.q_a_proj|\.gate\.|routed_expert_|_res_"
 )
 _VISION: Final = re.compile(r"^(vision_tower|mm_projector)\.")
 _HEADS: Final = ("lm_head.weight", "output.weight")
@@ -146,10 +145,14 @@ def _kv_bytes(config: Any) -> dict[str, int]:
 
 
 def _per_rank(tensors: list[Tensor], config: Any, tp: int, element: int) -> dict[str, Any]:
-    """Bytes of the fullest rank: weights as stored and as the bare core holds them, and caches."""
+    """Bytes of the fullest rank: weights as stored and as the bare core holds them, and caches.
+
+    The vision part is left out, as loading leaves it out.
+    """
     experts = _largest_share(getattr(config, "moe_intermediate_size", 1) or 1, tp)
-    stored = dense = 0.0
-    for tensor in tensors:
+    stored = dense = whole = 0.0
+    for tensor in (t for t in tensors if not _VISION.search(t.name)):
+        whole += tensor.nbytes if _WHOLE.search(tensor.name) else 0
         part = 1.0 if _WHOLE.search(tensor.name) else 1 / tp
         if _EXPERT.search(tensor.name):
             part = experts
@@ -162,6 +165,7 @@ def _per_rank(tensors: list[Tensor], config: Any, tp: int, element: int) -> dict
         "tp": tp,
         "weight_bytes_as_stored": round(stored),
         "weight_bytes_dense_experts": round(dense),
+        "weight_bytes_on_every_rank": round(whole),
         "kv_bytes_per_token": round(config.kv_bytes_per_token(element) * kv_heads),
         "state_bytes_per_sequence": config.state_bytes_per_sequence(element, tp),
     }
@@ -173,14 +177,20 @@ def _largest_share(inner: int, tp: int) -> float:
 
 
 def _fits(rank: dict[str, Any], memory: int, context: int) -> dict[str, Any]:
-    """Sequences of a length that fit beside the stored weights, all of one length."""
-    free = round(memory * (1 - MARGIN)) - rank["weight_bytes_as_stored"]
+    """Sequences of a length that fit beside the stored weights, all of one length.
+
+    The bare core dequantizes packed experts; whether that fits is a figure of its own.
+    """
+    usable = memory - round(memory * MARGIN)
+    free = usable - rank["weight_bytes_as_stored"]
     lengths = [length for length in LENGTHS if length < context] + [context]
     cost = {n: rank["state_bytes_per_sequence"] + n * rank["kv_bytes_per_token"] for n in lengths}
     return {
         "device_memory_bytes": memory,
+        "margin_bytes": memory - usable,
         "left_for_caches_bytes": max(0, free),
         "weights_fit": free > 0,
+        "weights_with_dense_experts_fit": usable > rank["weight_bytes_dense_experts"],
         "sequences_of_tokens": {str(n): max(0, free // each) for n, each in cost.items()},
     }
 
@@ -189,6 +199,6 @@ def parse_bytes(text: str, name: str = "--device-memory") -> int:
     """``288GiB``, ``80GB`` or plain bytes; raises ConfigError naming the option."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     factor = (_UNITS | _UNITS_10).get(match[2].upper()) if match else None
-    if match is None or factor is None or float(match[1]) <= 0:
+    if match is None or factor is None or not 1 <= float(match[1]) * factor < 2**63:
         raise ConfigError(f"{name}: {text!r} is no amount of memory; write it like 288GiB or 80GB")
     return int(float(match[1]) * factor)

@@ -6,7 +6,7 @@ module imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -16,6 +16,8 @@ from interlock.weights.fields import Fields
 
 KIMI: Final = ("KimiK3ForConditionalGeneration", "KimiLinearForCausalLM")
 PACKED_FORMAT: Final = "mxfp4-pack-quantized"
+GROUP: Final = 32
+"""Inputs that share one scale in packed weights."""
 STATE_BYTES: Final = 4
 """Recurrent states are float32 whatever the model's dtype is."""
 
@@ -133,6 +135,8 @@ def from_fields(fields: Fields, architecture: str, eos: Sequence[int]) -> KimiCo
     text = fields.object("text_config") if "text_config" in fields.data else fields
     linear = text.object("linear_attn_config")
     layers = text.integer("num_hidden_layers")
+    _refuse_quantization(fields)
+    _refuse_quantization(text)
     _refuse(text)
     config = KimiConfig(
         architecture=architecture,
@@ -153,12 +157,19 @@ def from_fields(fields: Fields, architecture: str, eos: Sequence[int]) -> KimiCo
         situ_linear_beta=text.optional_number("activation_situ_linear_beta"),
         bos_token_id=next(iter(text.ids("bos_token_id")), None),
         eos_token_ids=tuple(eos) or text.ids("eos_token_id"),
-        dtype=str(text.data.get("dtype") or text.data.get("torch_dtype") or "bfloat16"),
+        dtype=_dtype(text),
         **_attention(text, linear),
         **_experts(text),
     )
     _check(config, str(fields.path))
+    if text.data.get("quantization_config"):
+        _check_groups(config, str(fields.path))
     return config
+
+
+def _dtype(text: Fields) -> str:
+    value = text.data.get("dtype") or text.data.get("torch_dtype") or "bfloat16"
+    return str(value).removeprefix("torch.")
 
 
 def _attention(text: Fields, linear: Fields) -> dict[str, Any]:
@@ -215,16 +226,51 @@ def _full_layers(linear: Fields, layers: int) -> tuple[int, ...]:
     return tuple(layer - 1 for layer in sorted(full))
 
 
+def _refuse_quantization(fields: Fields) -> None:
+    """Which tensors are packed is seen from the files; how, only from here."""
+    quantization = fields.data.get("quantization_config")
+    if not quantization:
+        return
+    kind = quantization.get("format") if isinstance(quantization, dict) else quantization
+    if kind != PACKED_FORMAT:
+        raise WeightsError(
+            f"{fields.path}: quantization_config.format {kind!r} is not supported; "
+            f"only {PACKED_FORMAT}, or unquantized weights"
+        )
+    groups = quantization.get("config_groups") or {}
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(weights, dict):
+            _check_packing(weights, f"{fields.path}: quantization_config.config_groups.{name}")
+
+
+def _check_packing(weights: Mapping[str, Any], where: str) -> None:
+    for key, wanted in _PACKED.items():
+        if (found := weights.get(key, wanted)) != wanted:
+            raise WeightsError(f"{where}.weights.{key} must be {wanted!r}, not {found!r}")
+
+
+_PACKED: Final = {"num_bits": 4, "group_size": GROUP, "type": "float", "symmetric": True}
+
+
+def _check_groups(config: KimiConfig, where: str) -> None:
+    """Inputs of packed experts come in whole groups."""
+    for name in ("moe_intermediate_size", "expert_size"):
+        if (size := getattr(config, name)) % GROUP:
+            field = "routed_expert_hidden_size" if name == "expert_size" else name
+            raise WeightsError(
+                f"{where}: {field} must be a multiple of {GROUP} with packed experts, not {size}"
+            )
+
+
 def _refuse(text: Fields) -> None:
     """Stop on options that would silently change the results."""
-    quantization = text.data.get("quantization_config")
-    if quantization is not None:
-        kind = quantization.get("format") if isinstance(quantization, dict) else quantization
-        if kind != PACKED_FORMAT:
-            raise WeightsError(
-                f"{text.path}: quantization_config.format {kind!r} is not supported; "
-                f"only {PACKED_FORMAT}, or unquantized weights"
-            )
+    rope = text.data.get("rope_parameters") or text.data.get("rope_scaling") or {}
+    kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, dict) else rope
+    if kind not in (None, "default") and not text.flag("mla_use_nope", False):
+        raise WeightsError(
+            f"{text.path}: rope_scaling {kind!r} is not supported with mla_use_nope false"
+        )
     for name, known in _CHOICES.items():
         value = text.data.get(name)
         if value is not None and value not in known:
@@ -245,6 +291,8 @@ def _check(config: KimiConfig, where: str) -> None:
     if positive:
         raise WeightsError(f"{where}: {positive[0]} must be at least 1")
     if config.num_experts:
+        if config.moe_intermediate_size < 1:
+            raise WeightsError(f"{where}: moe_intermediate_size must be at least 1")
         if not 1 <= config.num_experts_per_token <= config.num_experts:
             raise WeightsError(
                 f"{where}: num_experts_per_token must be between 1 and num_experts "

@@ -69,11 +69,15 @@ ALIASES: Final[dict[str, Alias]] = {
 
 @attrs.frozen(kw_only=True)
 class Bundled:
-    """A folder inside this package. Without weights it can be inspected, not run."""
+    """A folder inside this package. Without weights it can be inspected, not run.
+
+    ``helps`` names the model that it is a part of if it is none by itself.
+    """
 
     description: str
     license: str
     has_weights: bool = True
+    helps: str | None = None
 
 
 ASSETS: Final = Path(__file__).parent.parent / "assets"
@@ -81,6 +85,11 @@ BUNDLED: Final[dict[str, Bundled]] = {
     "k3-nano": Bundled(
         description="Kimi K3's architecture with 8 million trained weights, for tests and demos",
         license="Apache-2.0",
+    ),
+    "k3-nano-dspark": Bundled(
+        description="Drafter of k3-nano: proposes tokens for it, no model by itself",
+        license="Apache-2.0",
+        helps="k3-nano",
     ),
     "kimi-k3": Bundled(
         description="Kimi K3's configuration, for `models inspect`; no weights",
@@ -148,6 +157,11 @@ def resolve(
     if name in ALIASES:
         return _resolve_alias(name, progress, offline)
     if name in BUNDLED:
+        if helped := BUNDLED[name].helps:
+            raise ModelNotFoundError(
+                f"{name!r} is the drafter of {helped!r}, no model by itself; give {helped} as the "
+                f"model (`interlock models pull {name}` prints the drafter's folder)"
+            )
         return bundled_files(name, needs_weights=needs_weights)
     if not name.strip():
         raise ModelNotFoundError(
@@ -240,7 +254,7 @@ def _hub_message(repo: str, error: Exception) -> str:
 
 
 def _not_found(name: str) -> ModelNotFoundError:
-    known = [*ALIASES, *BUNDLED]
+    known = [*ALIASES, *(alias for alias, bundled in BUNDLED.items() if not bundled.helps)]
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return ModelNotFoundError(
