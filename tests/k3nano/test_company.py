@@ -1,4 +1,4 @@
-"""Without float64: with one kernel for all rows a request's bits do not depend on its company."""
+"""Without float64: with one kernel for all products a request's tokens do not depend on company."""
 
 from __future__ import annotations
 
