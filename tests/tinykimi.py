@@ -130,7 +130,7 @@ def _tensors(folder: Path, seed: int, packed: bool) -> dict[str, torch.Tensor]:
     table = ops.build(torch.device("cpu"), torch.float64, {})
     shapes = KimiModel(
         config, table, lambda **_: None, torch.float64, torch.device("cpu")
-    ).expected_weights(packed=False)
+    ).expected_weights()
     random = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in shapes.items():

@@ -17,10 +17,13 @@ import attrs
 from interlock.errors import PluginError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from interlock.engine.batch import Plan
     from interlock.engine.request import Request
+    from interlock.layers.linear import RowKinds
+    from interlock.weights.source import WeightTensor
 
 STATE_GRID = 16
 """Recurrent states can be exported at multiples of so many tokens after a row's first one."""
@@ -147,6 +150,63 @@ class LinearMethod(Protocol):
 
     def apply(self, x: Tensor) -> Tensor:
         """``x`` [T, in_features] to [T, out_features]. Hot: once per layer and step."""
+
+
+@attrs.frozen(kw_only=True)
+class ExpertLayer:
+    """The routed experts of one layer, as a method for them must know them.
+
+    An expert computes ``down(act(gate x, up x))`` for tokens of ``size`` numbers. ``activation``
+    is ``("silu",)``, or ``("situ", beta, linear_beta)`` with linear_beta None for an unbounded up.
+    """
+
+    name: str
+    """Such as ``model.layers.1.block_sparse_moe.experts``."""
+    num_experts: int
+    top: int
+    """Experts that a token is sent to."""
+    size: int
+    inner: int
+    """Of gate's and up's rows, on this rank: whole groups of 32 (the last one may be short)."""
+    activation: tuple[Any, ...]
+    weight_format: str
+    """As stored in the checkpoint: ``BF16``, ``MXFP4`` and so on."""
+    dtype: torch.dtype
+    device: torch.device
+    kinds: RowKinds
+    """Says before each step how many leading tokens decode or verify; the others prefill."""
+    batch_invariant: bool | None
+    unfinalized_capacity: int
+    """Of how many tokens a batch may at most have its result left unfinalized; 0 is never."""
+
+
+@attrs.frozen(eq=False)
+class UnfinalizedExperts:
+    """What experts computed for each of a token's slots, not yet weighted and summed."""
+
+    rows: Tensor
+    """[R, size], in whatever order the kernel left them."""
+    weights: Tensor
+    """[T, top], wide."""
+    row_map: Tensor
+    """int32 [T, top]: the row of every slot, -1 for one that this rank does not have."""
+
+
+class ExpertMethod(Protocol):
+    """How the routed experts of one layer are stored and run. Called on every rank."""
+
+    def load(self, matrix: Callable[[int, str], WeightTensor]) -> None:
+        """Take the weights: ``matrix(expert, part)`` is this rank's ``w1``, ``w3`` or ``w2``.
+
+        w1 (gate) and w3 (up) are [inner, size], w2 (down) is [size, inner].
+        """
+
+    def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor | UnfinalizedExperts:
+        """``x`` [T, size], weights (wide) and ids [T, top] to this rank's part of the sum.
+
+        Finished, it is wide [T, size], summed over the slots in ascending order. It may be left
+        unfinalized if the layer's ``unfinalized_capacity`` is at least T.
+        """
 
 
 def check(thing: Any, protocol: type[Any], plugin: str) -> Any:

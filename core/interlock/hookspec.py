@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from interlock.extension import (
         ChunkLimit,
         Drafter,
+        ExpertLayer,
+        ExpertMethod,
         KVSource,
         LinearMethod,
         LogitsProcessor,
@@ -144,6 +146,18 @@ def interlock_linear_method(
     :returns: a `interlock.extension.LinearMethod`, or None to leave the layer to the core.
 
     **Called**: cold, once per linear layer, while the model is built.
+    """
+
+
+@hookspec(firstresult=True)
+def interlock_expert_method(layer: ExpertLayer) -> ExpertMethod | None:
+    """How the routed experts of one layer store and apply their weights. Exclusive per layer.
+
+    :param layer: sizes, activation, stored format, device, and whether its consumer takes results
+        that are not finalized.
+    :returns: a `interlock.extension.ExpertMethod`, or None to leave the layer to the core.
+
+    **Called**: cold, once per layer with routed experts, when its weights are about to be loaded.
     """
 
 

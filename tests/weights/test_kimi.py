@@ -211,7 +211,7 @@ def test_packing_gives_the_nearest_values_and_what_is_packed_stays():
 )
 def test_packed_tensors_that_are_wrong_are_named(packed, scale, message):
     with pytest.raises(WeightsError, match=message):
-        unpack(packed, scale, torch.bfloat16, "w1")
+        unpack(packed, scale, torch.bfloat16, "w1.weight")
 
 
 def test_heads_limit_the_ranks(tmp_path):

@@ -81,6 +81,7 @@ class ModelRunner:
             self.config,
             ops=self.ops,
             linear_method=_linear_methods(plugins),
+            expert_method=_expert_methods(plugins),
             extra_models=models,
             dtype=self.dtype,
             device=self.device,
@@ -191,6 +192,19 @@ def _linear_methods(plugins: Plugins) -> Callable[..., Any]:
     def choose(**layer: Any) -> Any:
         answer = plugins.exclusive("interlock_linear_method", **layer)
         return check(answer[1], LinearMethod, answer[0]) if answer else None
+
+    return choose
+
+
+def _expert_methods(plugins: Plugins) -> Callable[[Any], Any] | None:
+    from interlock.extension import ExpertMethod
+
+    if not plugins.implementations("interlock_expert_method"):
+        return None
+
+    def choose(layer: Any) -> Any:
+        answer = plugins.exclusive("interlock_expert_method", layer=layer)
+        return check(answer[1], ExpertMethod, answer[0]) if answer else None
 
     return choose
 

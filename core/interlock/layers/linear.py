@@ -148,18 +148,18 @@ class Dense:
 
     def create_weights(self, in_features: int, out_features: int) -> None:
         shape = (out_features, in_features)
-        self._weight = torch.empty(shape, dtype=self._dtype, device=self._device)
+        self.weight = torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def load(self, parts: Sequence[Any], bias: Tensor | None) -> None:
         start = 0
         for part in parts:
             rows = part.dense(self._dtype)
-            self._weight[start : start + len(rows)] = rows
+            self.weight[start : start + len(rows)] = rows
             start += len(rows)
-        self._bias = None if bias is None else bias.to(self._weight)
+        self._bias = None if bias is None else bias.to(self.weight)
 
     def apply(self, x: Tensor) -> Tensor:
-        return linear(x, self._weight, self._bias)
+        return linear(x, self.weight, self._bias)
 
 
 class FixedRows(Dense):
@@ -175,9 +175,9 @@ class FixedRows(Dense):
         count = len(x)
         padded = torch.nn.functional.pad(x, (0, 0, 0, -count % self.ROWS))
         blocks = [
-            linear(block, self._weight, self._bias) for block in torch.split(padded, self.ROWS)
+            linear(block, self.weight, self._bias) for block in torch.split(padded, self.ROWS)
         ]
-        return torch.cat(blocks)[:count] if blocks else x.new_empty(0, len(self._weight))
+        return torch.cat(blocks)[:count] if blocks else x.new_empty(0, len(self.weight))
 
 
 class PackedDense:

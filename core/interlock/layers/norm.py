@@ -15,7 +15,7 @@ class RMSNorm:
     def __init__(self, name: str, size: int, eps: float, ops: OpTable) -> None:
         self.name = name
         self.size = size
-        self._eps = eps
+        self.eps = eps
         self._ops = ops
         self.weight: Tensor
 
@@ -23,8 +23,8 @@ class RMSNorm:
         self.weight = source.get(f"{self.name}.weight").dense(dtype).to(device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._ops.rms_norm(x, self.weight, self._eps)
+        return self._ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The normalized sum, and the sum (the new residual)."""
-        return self._ops.add_rms_norm(x, residual, self.weight, self._eps)
+        return self._ops.add_rms_norm(x, residual, self.weight, self.eps)

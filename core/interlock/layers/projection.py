@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import torch
@@ -14,6 +14,9 @@ from interlock.ops import OpTable
 from interlock.ops.reference import wide
 from interlock.parallel.group import SINGLE, TensorParallel
 from interlock.weights.source import WeightSource
+
+if TYPE_CHECKING:
+    from interlock.extension import ExpertLayer, ExpertMethod
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -29,6 +32,7 @@ class Build:
     batch_invariant: bool | None = None
     tp: TensorParallel = SINGLE
     kinds: RowKinds = attrs.field(factory=RowKinds)
+    expert_method: Callable[[ExpertLayer], ExpertMethod | None] = lambda _: None
 
 
 def widened(build: Build) -> Build:

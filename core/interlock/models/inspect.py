@@ -22,8 +22,9 @@ from interlock.weights.config import DTYPE_BYTES, load_config
 from interlock.weights.config_kimi import KimiConfig
 from interlock.weights.fields import read_object
 from interlock.weights.gguf_header import read_header
+from interlock.weights.quantization import GROUP
 from interlock.weights.safetensors_header import DTYPE_BITS, read_folder
-from interlock.weights.tensors_kimi import GROUP, kimi_tensors
+from interlock.weights.tensors_kimi import kimi_tensors
 
 if TYPE_CHECKING:
     from interlock.weights.resolve import ModelFiles

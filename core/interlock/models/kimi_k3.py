@@ -35,6 +35,7 @@ from interlock.weights.source import WeightSource
 
 if TYPE_CHECKING:
     from interlock.engine.batch import Batch
+    from interlock.extension import ExpertLayer, ExpertMethod
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
@@ -61,12 +62,11 @@ class KimiLayer:
             self.mixes = tuple(ResidualMix(n, hidden, eps, build) for n in names)
         self._build = build
 
-    def expected(self, packed: bool) -> Shapes:
+    def expected(self) -> Shapes:
         shapes: Shapes = {f"{n.name}.weight": (n.size,) for n in (self.input_norm, self.mlp_norm)}
         for mix in self.mixes:
             shapes |= mix.expected()
-        mlp = self.mlp.expected(packed) if isinstance(self.mlp, MoE) else self.mlp.expected()
-        return shapes | self.attention.expected() | mlp
+        return shapes | self.attention.expected() | self.mlp.expected()
 
     def load(self, source: WeightSource) -> None:
         for part in (self.attention, self.mlp, *self.mixes):
@@ -101,6 +101,7 @@ class KimiModel:
         *,
         batch_invariant: bool | None = None,
         tp: TensorParallel = SINGLE,
+        expert_method: Callable[[ExpertLayer], ExpertMethod | None] = lambda _: None,
     ) -> None:
         config.check_tp(tp.size)
         self.config = config
@@ -108,7 +109,9 @@ class KimiModel:
         self.taps: Tensor | None = None
         self.num_parameters = 0
         self.weight_bytes = 0
-        build = self._build = Build(ops, linear_method, dtype, device, batch_invariant, tp)
+        build = self._build = Build(
+            ops, linear_method, dtype, device, batch_invariant, tp, expert_method=expert_method
+        )
         root, size, vocab = f"{config.prefix}model", config.hidden_size, config.vocab_size
         self._embedding = f"{root}.embed_tokens.weight"
         self.embedding = VocabEmbedding(self._embedding, vocab, size, build)
@@ -129,29 +132,21 @@ class KimiModel:
 
     # -- weights -------------------------------------------------------------------------------
 
-    def expected_weights(self, *, packed: bool) -> Shapes:
+    def expected_weights(self) -> Shapes:
         """Shape of every tensor that the checkpoint must have, by name."""
         shapes = self.embedding.expected() | {f"{self.norm.name}.weight": (self.norm.size,)}
         for layer in self.layers:
-            shapes |= layer.expected(packed)
+            shapes |= layer.expected()
         if self.output_mix is not None:
             shapes |= self.output_mix.expected()
         return shapes | self.head.expected()
 
     def load(self, source: WeightSource, progress: Progress | None = None) -> None:
         """Load all weights. Raises `WeightsError` for missing, misshapen or unknown tensors."""
-        experts = [layer.mlp.experts for layer in self.layers if isinstance(layer.mlp, MoE)]
-        packed = bool(experts) and experts[0].is_packed(source)
-        expected = self.expected_weights(packed=packed)
+        expected = self.expected_weights()
         check_weights(expected, source)
         infos = [source.infos[name] for name in expected]
-        doubled = [2 if info.name.endswith("weight_packed") else 1 for info in infos]
-        scales = [info.name.endswith("weight_scale") for info in infos]
-        self.num_parameters = sum(
-            math.prod(info.shape) * factor
-            for info, factor, scale in zip(infos, doubled, scales, strict=True)
-            if not scale
-        )
+        self.num_parameters = sum(math.prod(info.shape) for info in infos)
         self.weight_bytes = sum(info.nbytes for info in infos)
         for done, load in enumerate(self._loaders()):
             load(source)

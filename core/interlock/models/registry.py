@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -41,6 +42,7 @@ def build_model(
     *,
     ops: OpTable,
     linear_method: Callable[..., Any],
+    expert_method: Callable[[Any], Any] | None = None,
     extra_models: Mapping[str, type[Any]],
     dtype: torch.dtype,
     device: torch.device,
@@ -59,14 +61,18 @@ def build_model(
             f"{files.path}: architecture {config.architecture!r} is not supported; "
             f"supported: {', '.join(sorted(models))}"
         )
-    model = models[config.architecture](
+    options: dict[str, Any] = {"tp": tp} if tp.size > 1 else {}
+    kind = models[config.architecture]
+    if expert_method is not None and "expert_method" in inspect.signature(kind).parameters:
+        options["expert_method"] = expert_method
+    model = kind(
         config,
         ops,
         linear_method,
         dtype,
         device,
         batch_invariant=batch_invariant,
-        **({"tp": tp} if tp.size > 1 else {}),
+        **options,
     )
     with open_weights(files, config) as source:
         model.load(source, progress)

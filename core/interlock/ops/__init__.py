@@ -39,6 +39,9 @@ class OpTable:
     situ_mul: Callable[..., Tensor]
     route: Callable[..., tuple[Tensor, Tensor]]
     run_experts: Callable[..., Tensor]
+    finalize_experts: Callable[[Tensor, Tensor, Tensor], Tensor]
+    finalize_norm: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+    linear_add: Callable[[Tensor, Tensor, Tensor], Tensor]
     choices: dict[str, str]
     """Which implementation of each op runs, and why."""
     dtype: torch.dtype

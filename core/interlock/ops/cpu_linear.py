@@ -106,7 +106,7 @@ def _two_planes(
 
 
 @jit
-def _write(tile: int, m: int, bias: int, out: int, ldo: int, columns: int, kind: int) -> None:
+def write_tile(tile: int, m: int, bias: int, out: int, ldo: int, columns: int, kind: int) -> None:
     """Add the bias (float32, or address 0) to a tile of 64 columns and store ``columns`` of it."""
     size = 2 if kind == BF16 else 4
     for i in range(m):
@@ -148,7 +148,7 @@ def _dense(stamp: int, kind: int) -> Callable[[int], None]:
                 m = min(ROWS, stop - i)
                 dense_rows(a + i * lda, lda, b, 4 * PANEL, words, tile, 4 * PANEL, 0, m, kind)
                 at = out + i * ldo + panel * PANEL * size
-                _write(tile, m, shift, at, ldo, width, kind)
+                write_tile(tile, m, shift, at, ldo, width, kind)
             task = fetch_add(p + TASK, 1)
 
     return kernel
@@ -195,7 +195,7 @@ def _grouped(stamp: int, planes: int) -> Callable[[int], None]:
                     _one_plane(a + i * lda, lda, b, groups, ours, tables, tile, 4 * PANEL, m)
                 else:
                     _two_planes(a + i * lda, lda, b, groups, ours, tables, tile, 4 * PANEL, m)
-                _write(tile, m, shift, out + i * ldo + panel * PANEL * 2, ldo, width, BF16)
+                write_tile(tile, m, shift, out + i * ldo + panel * PANEL * 2, ldo, width, BF16)
             task = fetch_add(p + TASK, 1)
 
     return kernel
@@ -232,7 +232,7 @@ def grouped_unsupported(in_features: int) -> str | None:
     return f"{in_features} inputs aren't a multiple of {GROUP}" if in_features % GROUP else None
 
 
-def _pad_panels(rows: Tensor) -> Tensor:
+def pad_panels(rows: Tensor) -> Tensor:
     """Rows of zeros so that the outputs fill whole panels of 64."""
     missing = -rows.shape[0] % PANEL
     return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
@@ -240,27 +240,27 @@ def _pad_panels(rows: Tensor) -> Tensor:
 
 def pack_dense(weight: Tensor) -> Tensor:
     """[N, K] of bf16 or float32 -> int32 [ceil(N/64), K*size/4, 64]."""
-    words = _pad_panels(weight.contiguous()).view(torch.int32)
+    words = pad_panels(weight.contiguous()).view(torch.int32)
     return words.view(-1, PANEL, words.shape[1]).transpose(1, 2).contiguous()
 
 
 def pack_bias(bias: Tensor) -> Tensor:
-    return _pad_panels(bias.float())
+    return pad_panels(bias.float())
 
 
 def pack_groups(planes: Sequence[Tensor], scale: Tensor, minimum: Tensor) -> Tensor:
     """uint8 [N, K] per plane (0 to 15), float16 [N, K/32] twice -> uint8 [panels, K/32, bytes]."""
     panels = -(-scale.shape[0] // PANEL)
     head = [
-        _pad_panels(t).view(panels, PANEL, -1).transpose(1, 2).contiguous().view(torch.uint8)
+        pad_panels(t).view(panels, PANEL, -1).transpose(1, 2).contiguous().view(torch.uint8)
         for t in (scale.half(), minimum.half())
     ]
-    body = torch.stack([_nibbles(_pad_panels(p), panels) for p in planes], dim=3)
+    body = torch.stack([nibbles(pad_panels(p), panels) for p in planes], dim=3)
     flat = body.reshape(panels, head[0].shape[1], -1).contiguous().view(torch.uint8)
     return torch.cat([*head, flat], dim=-1).contiguous()
 
 
-def _nibbles(values: Tensor, panels: int) -> Tensor:
+def nibbles(values: Tensor, panels: int) -> Tensor:
     """[N, K] of 0..15 -> int16 [panel, group, quarter, output, pair]."""
     split = values.view(panels, PANEL, -1, 4, 4, 2)
     low = split[..., 0, :] | split[..., 1, :] << 4

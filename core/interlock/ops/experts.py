@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from interlock.ops.reference import wide
+from interlock.ops.reference import rms_norm, wide
 
 
 def situ_mul(x: Tensor, beta: float, linear_beta: float | None) -> Tensor:
@@ -44,7 +44,9 @@ def route(
     weights = scores.gather(-1, ids)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * scaling, ids
+    # In the order of their ids, in which they are summed as well.
+    ids, order = ids.sort(dim=-1)
+    return weights.gather(-1, order) * scaling, ids
 
 
 def _mask_groups(scores: Tensor, groups: int, top_groups: int) -> Tensor:
@@ -68,7 +70,8 @@ def run_experts(
     """``sum_k weights_k down(act(gate x, up x))`` of the chosen experts: x [T, D] -> [T, D] wide.
 
     w13 [E, 2F, D] has gate's rows before up's; w2 [E, D, F]; ``beta`` None is SwiGLU, else SiTU.
-    Each token's experts are summed in the order of their ids, whatever the batch. With ``block``
+    Each token's experts are summed in the order of their ids, whatever the batch (`route` gives
+    them so). With ``block``
     an expert's rows go through the kernels so many at a time, the last ones padded: torch picks a
     kernel by shape, and two kernels add in different orders.
     """
@@ -85,6 +88,31 @@ def run_experts(
     rows = _grouped(inner, w2, counts, block).to(weights.dtype)
     out = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
     return out.index_add_(0, tokens, rows * weights.flatten()[order, None])
+
+
+def finalize_experts(rows: Tensor, weights: Tensor, row_map: Tensor) -> Tensor:
+    """Sum of ``weights[t, k] * rows[row_map[t, k]]`` over k, ascending: [T, D] in weights' dtype.
+
+    rows [R, D], weights (wide) and row_map [T, top]; a slot with row -1 counts nothing, and what
+    lies in rows that no slot names is never read.
+    """
+    slots = row_map.flatten()
+    (here,) = torch.nonzero(slots >= 0, as_tuple=True)
+    taken = rows[slots[here].long()].to(weights.dtype) * weights.flatten()[here, None]
+    out = weights.new_zeros(len(row_map), rows.shape[1])
+    return out.index_add_(0, here // row_map.shape[1], taken)
+
+
+def finalize_norm(
+    rows: Tensor, weights: Tensor, row_map: Tensor, norm: Tensor, eps: float
+) -> Tensor:
+    """RMS norm of what `finalize_experts` gives, rounded to the dtype of ``norm`` [D] before."""
+    return rms_norm(finalize_experts(rows, weights, row_map).to(norm.dtype), norm, eps)
+
+
+def linear_add(x: Tensor, weight: Tensor, addend: Tensor) -> Tensor:
+    """``x @ weight.T + addend``: x [T, D], weight [H, D], addend [T, H]."""
+    return linear(x, weight) + addend
 
 
 def _grouped(x: Tensor, weight: Tensor, counts: list[int], block: int | None) -> Tensor:

@@ -42,7 +42,7 @@ _VPAIR = ir.VectorType(BFloat(), 2 * LANES)
 _HALF_CHUNK = ir.VectorType(_I16, LANES)
 
 
-def _add(b: Builder, address: Value, size: int) -> Value:
+def offset(b: Builder, address: Value, size: int) -> Value:
     return b.add(address, _I64(size))
 
 
@@ -50,21 +50,21 @@ def _dot(b: Builder, acc: Value, left: Value, right: Value) -> Value:
     return call_ir(b, "llvm.x86.avx512bf16.dpbf16ps.512", VF32, acc, left, right)
 
 
-def _multiply(b: Builder, acc: Value, left: Value, right: Value, kind: int) -> Value:
+def multiply(b: Builder, acc: Value, left: Value, right: Value, kind: int) -> Value:
     """Sum of acc and left * right over words of 4 bytes, given as vectors of int32."""
     if kind == BF16:
         return _dot(b, acc, b.bitcast(left, _VPAIR), b.bitcast(right, _VPAIR))
     return fma_ir(b, b.bitcast(left, VF32), b.bitcast(right, VF32), acc)
 
 
-class _Loop:
+class Loop:
     """A counted loop that carries values in registers; the body assigns ``next``."""
 
     def __init__(self, b: Builder, count: Value, carried: list[Value]) -> None:
         self.b, self.count, self.start = b, count, carried
         self.next: list[Value] = []
 
-    def __enter__(self) -> _Loop:
+    def __enter__(self) -> Loop:
         b = self.b
         self.entry = b.block
         self.body = b.append_basic_block("tile")
@@ -92,11 +92,11 @@ class _Loop:
             phi.add_incoming(value, last)
 
 
-def _grid(m: int, n: int) -> list[tuple[int, int]]:
+def grid(m: int, n: int) -> list[tuple[int, int]]:
     return [(i, j) for i in range(m) for j in range(n)]
 
 
-def _word(b: Builder, address: Value) -> Value:
+def word(b: Builder, address: Value) -> Value:
     return splat_ir(b, load_at(b, address, _I32))
 
 
@@ -112,18 +112,18 @@ def dense_tile(m: int, n: int) -> Any:
         words, pc, ldc, keep, kind = rest
         rows = [b.add(pc, b.mul(ldc, _I64(i))) for i in range(m)]
         kept = b.icmp_signed("!=", keep, _I64(0))
-        olds = [load_at(b, _add(b, rows[i], 64 * j), VF32) for i, j in _grid(m, n)]
-        with _Loop(b, words, [b.select(kept, old, ZERO) for old in olds]) as loop:
+        olds = [load_at(b, offset(b, rows[i], 64 * j), VF32) for i, j in grid(m, n)]
+        with Loop(b, words, [b.select(kept, old, ZERO) for old in olds]) as loop:
             column = b.add(pb, b.mul(loop.index, ldb))
-            right = [load_at(b, _add(b, column, 64 * j), VI32) for j in range(n)]
+            right = [load_at(b, offset(b, column, 64 * j), VI32) for j in range(n)]
             step = b.add(pa, b.mul(loop.index, _I64(4)))
-            left = [_word(b, b.add(step, b.mul(lda, _I64(i)))) for i in range(m)]
+            left = [word(b, b.add(step, b.mul(lda, _I64(i)))) for i in range(m)]
             loop.next = [
-                _multiply(b, acc, left[i], right[j], kind)
-                for acc, (i, j) in zip(loop.values, _grid(m, n), strict=True)
+                multiply(b, acc, left[i], right[j], kind)
+                for acc, (i, j) in zip(loop.values, grid(m, n), strict=True)
             ]
-        for value, (i, j) in zip(loop.result, _grid(m, n), strict=True):
-            store_at(b, value, _add(b, rows[i], 64 * j))
+        for value, (i, j) in zip(loop.result, grid(m, n), strict=True):
+            store_at(b, value, offset(b, rows[i], 64 * j))
 
     return tile
 
@@ -140,25 +140,25 @@ def grouped_tile(m: int, n: int, planes: int) -> Any:
     @routine(VOID, INT, INT, INT, INT, INT, INT, INT, INT)
     def tile(b: Builder, pa: Value, lda: Value, pw: Value, groups: Value, *rest: Value) -> None:
         sums, tables, pc, ldc = rest
-        table = [load_at(b, _add(b, tables, 64 * p), _VI16) for p in range(planes)]
+        table = [load_at(b, offset(b, tables, 64 * p), _VI16) for p in range(planes)]
         header = 64 * n
         stride = b.mul(groups, _I64(4))
-        with _Loop(b, groups, [ZERO] * (m * n)) as loop:
+        with Loop(b, groups, [ZERO] * (m * n)) as loop:
             group = b.add(pw, b.mul(loop.index, _I64(header + planes * 256 * n)))
             inputs = b.add(pa, b.mul(loop.index, _I64(2 * GROUP)))
-            dots = _group_dots(b, inputs, lda, _add(b, group, header), table, m, n)
+            dots = _group_dots(b, inputs, lda, offset(b, group, header), table, m, n)
             at = b.add(sums, b.mul(loop.index, _I64(4)))
             whole = [
                 splat_ir(b, load_at(b, b.add(at, b.mul(stride, _I64(i))), _F32)) for i in range(m)
             ]
-            scale = [_half(b, _add(b, group, 32 * j)) for j in range(n)]
-            low = [_half(b, _add(b, group, 32 * (n + j))) for j in range(n)]
+            scale = [_half(b, offset(b, group, 32 * j)) for j in range(n)]
+            low = [_half(b, offset(b, group, 32 * (n + j))) for j in range(n)]
             loop.next = [
                 fma_ir(b, whole[i], low[j], fma_ir(b, dots[i, j], scale[j], acc))
-                for acc, (i, j) in zip(loop.values, _grid(m, n), strict=True)
+                for acc, (i, j) in zip(loop.values, grid(m, n), strict=True)
             ]
-        for value, (i, j) in zip(loop.result, _grid(m, n), strict=True):
-            store_at(b, value, _add(b, b.add(pc, b.mul(ldc, _I64(i))), 64 * j))
+        for value, (i, j) in zip(loop.result, grid(m, n), strict=True):
+            store_at(b, value, offset(b, b.add(pc, b.mul(ldc, _I64(i))), 64 * j))
 
     return tile
 
@@ -171,26 +171,26 @@ def _group_dots(
     b: Builder, inputs: Value, lda: Value, packed: Value, table: list[Value], m: int, n: int
 ) -> dict[tuple[int, int], Value]:
     """Sums of input times looked-up value over one group; a 16-bit lane holds four nibbles."""
-    acc: dict[tuple[int, int], Value] = dict.fromkeys(_grid(m, n), ZERO)
+    acc: dict[tuple[int, int], Value] = dict.fromkeys(grid(m, n), ZERO)
     planes = len(table)
     for quarter in range(4):
-        at = _add(b, packed, 64 * n * planes * quarter)
+        at = offset(b, packed, 64 * n * planes * quarter)
         words = {
-            (p, j): load_at(b, _add(b, at, 64 * (p * n + j)), _VI16)
+            (p, j): load_at(b, offset(b, at, 64 * (p * n + j)), _VI16)
             for p in range(planes)
             for j in range(n)
         }
         for nibble in range(4):
-            step = _add(b, inputs, 4 * (4 * quarter + nibble))
-            left = [_word(b, b.add(step, b.mul(lda, _I64(i)))) for i in range(m)]
+            step = offset(b, inputs, 4 * (4 * quarter + nibble))
+            left = [word(b, b.add(step, b.mul(lda, _I64(i)))) for i in range(m)]
             shift = ir.Constant(_VI16, [4 * nibble] * 2 * LANES)
-            for (p, j), word in words.items():
+            for (p, j), lanes in words.items():
                 # Only the low five bits of an index count, and tables repeat after 16 entries.
                 right = call_ir(
-                    b, "llvm.x86.avx512.permvar.hi.512", _VI16, table[p], b.lshr(word, shift)
+                    b, "llvm.x86.avx512.permvar.hi.512", _VI16, table[p], b.lshr(lanes, shift)
                 )
                 for i in range(m):
-                    acc[i, j] = _multiply(b, acc[i, j], left[i], right, BF16)
+                    acc[i, j] = multiply(b, acc[i, j], left[i], right, BF16)
     return acc
 
 
@@ -203,8 +203,8 @@ def _chunks(head_dim: int, kind: int) -> list[tuple[int, int]]:
 
 def _head_chunk(b: Builder, address: Value, first: int, filled: int, kind: int) -> Value:
     if kind != BF16:
-        return load_at(b, _add(b, address, 4 * first), VI32)
-    at = _add(b, address, 2 * first)
+        return load_at(b, offset(b, address, 4 * first), VI32)
+    at = offset(b, address, 2 * first)
     if filled == 2:
         return load_at(b, at, VI32)
     half = load_at(b, at, _HALF_CHUNK)
@@ -229,10 +229,10 @@ def _transposed_sum(b: Builder, rows: list[Value]) -> Value:
     return rows[0]
 
 
-def _lanes(width: int, offset: int) -> list[int]:
+def _lanes(width: int, shift: int) -> list[int]:
     out: list[int] = []
     for start in range(0, LANES, 2 * width):
-        run = [start + offset + i for i in range(width)]
+        run = [start + shift + i for i in range(width)]
         out += run + [LANES + i for i in run]
     return out
 
@@ -244,10 +244,10 @@ def scores(b: Builder, base: Value, offsets: Value, q: Value, head_dim: int, kin
     query = [_head_chunk(b, q, d, n, kind) for d, n in chunks]
     rows = []
     for i in range(LANES):
-        key = b.add(base, load_at(b, _add(b, offsets, 8 * i), _I64))
+        key = b.add(base, load_at(b, offset(b, offsets, 8 * i), _I64))
         acc = ZERO
         for part, (d, n) in zip(query, chunks, strict=True):
-            acc = _multiply(b, acc, part, _head_chunk(b, key, d, n, kind), kind)
+            acc = multiply(b, acc, part, _head_chunk(b, key, d, n, kind), kind)
         rows.append(acc)
     return _transposed_sum(b, rows)
 
@@ -263,15 +263,15 @@ def weigh(b: Builder, base: Value, offsets: Value, runs: Value, *rest: Any) -> N
     for first, filled in _chunks(head_dim, kind):
         for start in range(0, group, 8):
             heads = list(range(start, min(start + 8, group)))
-            with _Loop(b, runs, [ZERO] * (len(heads) * filled)) as loop:
+            with Loop(b, runs, [ZERO] * (len(heads) * filled)) as loop:
                 at = b.add(offsets, b.mul(loop.index, _I64(8 * LANES)))
-                rows = [b.add(base, load_at(b, _add(b, at, 8 * i), _I64)) for i in range(LANES)]
+                rows = [b.add(base, load_at(b, offset(b, at, 8 * i), _I64)) for i in range(LANES)]
                 step = b.mul(loop.index, _I64(LANES * (2 if kind == BF16 else 4)))
                 weights = [b.add(b.add(p, b.mul(stride, _I64(g))), step) for g in heads]
                 loop.next = _weigh_run(b, rows, (first, filled), weights, loop.values, kind)
             places = [(g, j) for g in heads for j in range(filled)]
             for (g, j), value in zip(places, loop.result, strict=True):
-                store_at(b, value, _add(b, out, 4 * (g * head_dim + first + LANES * j)))
+                store_at(b, value, offset(b, out, 4 * (g * head_dim + first + LANES * j)))
 
 
 def _weigh_run(
@@ -289,10 +289,10 @@ def _weigh_run(
     for i in range(0, LANES, step):
         words = _value_words(b, rows[i : i + step], *chunk, kind)
         for g, address in enumerate(weights):
-            weight = _word(b, _add(b, address, 4 * i // step))
-            for j, word in enumerate(words):
+            weight = word(b, offset(b, address, 4 * i // step))
+            for j, pair in enumerate(words):
                 k = g * filled + j
-                acc[k] = _multiply(b, acc[k], weight, word, kind)
+                acc[k] = multiply(b, acc[k], weight, pair, kind)
     return acc
 
 
@@ -315,4 +315,4 @@ def pair_rows(b: Builder, x: Value, y: Value, out: Value, head_dim: int, kind: i
     """Store two rows as [head_dim] words, element beside element; float32 takes ``x`` only."""
     for first, filled in _chunks(head_dim, kind):
         for j, words in enumerate(_value_words(b, [x, y], first, filled, kind)):
-            store_at(b, words, _add(b, out, 4 * (first + LANES * j)))
+            store_at(b, words, offset(b, out, 4 * (first + LANES * j)))

@@ -112,4 +112,7 @@ OPS: dict[str, Any] = {
     "situ_mul": experts.situ_mul,
     "route": experts.route,
     "run_experts": experts.run_experts,
+    "finalize_experts": experts.finalize_experts,
+    "finalize_norm": experts.finalize_norm,
+    "linear_add": experts.linear_add,
 }

@@ -16,6 +16,7 @@ from interlock.weights.config import (
 )
 from interlock.weights.config_kimi import KIMI, KimiConfig, from_fields
 from interlock.weights.fields import Fields, read_object
+from interlock.weights.quantization import PACKED_FORMAT, refuse_quantization
 
 _MODEL_TYPES: Final = {
     "llama": "LlamaForCausalLM",
@@ -129,7 +130,9 @@ def _architecture(fields: Fields, extra: Sequence[str] = ()) -> str:
 def _refuse(fields: Fields, architecture: str, max_positions: int) -> None:
     """Stop on options that would silently change the results."""
     quantization = fields.data.get("quantization_config")
-    if quantization:
+    if isinstance(quantization, dict) and quantization.get("format") == PACKED_FORMAT:
+        refuse_quantization(fields)
+    elif quantization:
         method = (
             quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         )

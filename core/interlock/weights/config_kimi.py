@@ -6,18 +6,16 @@ module imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import attrs
 
 from interlock.errors import ConfigError, WeightsError
 from interlock.weights.fields import Fields
+from interlock.weights.quantization import GROUP, refuse_quantization
 
 KIMI: Final = ("KimiK3ForConditionalGeneration", "KimiLinearForCausalLM")
-PACKED_FORMAT: Final = "mxfp4-pack-quantized"
-GROUP: Final = 32
-"""Inputs that share one scale in packed weights."""
 STATE_BYTES: Final = 4
 """Recurrent states are float32 whatever the model's dtype is."""
 
@@ -135,8 +133,8 @@ def from_fields(fields: Fields, architecture: str, eos: Sequence[int]) -> KimiCo
     text = fields.object("text_config") if "text_config" in fields.data else fields
     linear = text.object("linear_attn_config")
     layers = text.integer("num_hidden_layers")
-    _refuse_quantization(fields)
-    _refuse_quantization(text)
+    refuse_quantization(fields)
+    refuse_quantization(text)
     _refuse(text)
     config = KimiConfig(
         architecture=architecture,
@@ -224,33 +222,6 @@ def _full_layers(linear: Fields, layers: int) -> tuple[int, ...]:
             f"the layers 1 to {layers} once"
         )
     return tuple(layer - 1 for layer in sorted(full))
-
-
-def _refuse_quantization(fields: Fields) -> None:
-    """Which tensors are packed is seen from the files; how, only from here."""
-    quantization = fields.data.get("quantization_config")
-    if not quantization:
-        return
-    kind = quantization.get("format") if isinstance(quantization, dict) else quantization
-    if kind != PACKED_FORMAT:
-        raise WeightsError(
-            f"{fields.path}: quantization_config.format {kind!r} is not supported; "
-            f"only {PACKED_FORMAT}, or unquantized weights"
-        )
-    groups = quantization.get("config_groups") or {}
-    for name, group in groups.items() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if isinstance(weights, dict):
-            _check_packing(weights, f"{fields.path}: quantization_config.config_groups.{name}")
-
-
-def _check_packing(weights: Mapping[str, Any], where: str) -> None:
-    for key, wanted in _PACKED.items():
-        if (found := weights.get(key, wanted)) != wanted:
-            raise WeightsError(f"{where}.weights.{key} must be {wanted!r}, not {found!r}")
-
-
-_PACKED: Final = {"num_bits": 4, "group_size": GROUP, "type": "float", "symmetric": True}
 
 
 def _check_groups(config: KimiConfig, where: str) -> None:

@@ -18,6 +18,8 @@ from interlock.errors import WeightsError
 from interlock.weights.config import ModelConfig
 from interlock.weights.config_gguf import hf_name
 from interlock.weights.gguf_header import GGUFTensor, read_header
+from interlock.weights.packed_fp4 import FORMAT, check_packed, decode
+from interlock.weights.quantization import GROUP
 from interlock.weights.source import TensorInfo, WeightSource, WeightTensor
 
 _DIRECT: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -79,6 +81,9 @@ class _GGUFTensorReader(WeightTensor):
         return flat.reshape(tensor.rows, tensor.row_bytes)
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        packed = self.packed()
+        if packed is not None:
+            return decode(*packed, dtype).reshape(self.info.shape)
         direct = _DIRECT.get(self.info.format)
         if direct is None:
             dense = self._dequantized(dtype)
@@ -100,6 +105,20 @@ class _GGUFTensorReader(WeightTensor):
             values = quants.dequantize(raw[start : start + step], kind)
             dense[start : start + step] = torch.from_numpy(values)
         return dense
+
+    def packed(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Ggml's block is a scale, then 16 bytes with inputs 0 to 15 low and 16 to 31 high."""
+        if self.info.format != FORMAT:
+            return None
+        blocks = torch.from_numpy(self._bytes().copy())
+        if self._order is not None:
+            blocks = blocks[self._order]
+        blocks = blocks.view(len(blocks), -1, 1 + GROUP // 2)
+        scale, body = blocks[..., 0].contiguous(), blocks[..., 1:]
+        values = torch.cat([body & 15, body >> 4], dim=-1)
+        codes = (values[..., 0::2] | values[..., 1::2] << 4).flatten(1)
+        check_packed(codes, scale, self.info.name, f"{self.info.name}, its scales")
+        return codes, scale
 
     def blocks(self) -> torch.Tensor | None:
         if self.info.format in _DIRECT:

@@ -40,6 +40,7 @@ TYPES: Final[Mapping[int, tuple[str, int, int]]] = {
     13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
     30: ("BF16", 1, 2),
+    39: ("MXFP4", 32, 17),
 }
 """ggml type number -> (name, elements per block, bytes per block)."""
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class TensorInfo:
     """What is known of a tensor without reading it.
 
-    ``format`` is a safetensors dtype (``F32``, ``BF16``, …) or a GGUF block format (``Q4_1``, …).
+    ``format`` is a safetensors dtype (``F32``, ``BF16``, …) a GGUF block format (``Q4_1``, …), or
+    ``MXFP4`` in any container.
     """
 
     name: str
@@ -49,6 +50,14 @@ class WeightTensor(ABC):
 
     def blocks(self) -> torch.Tensor | None:
         """Raw GGUF blocks, uint8 [rows, bytes per row], or None for a format without blocks."""
+        return None
+
+    def packed(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """MXFP4 codes uint8 [rows, K / 2] and scales uint8 [rows, K / 32], or None.
+
+        In the layout of `interlock.weights.packed_fp4`, whatever the file's own; a tensor of more
+        dimensions has its leading ones joined.
+        """
         return None
 
 
@@ -77,6 +86,21 @@ class Part(WeightTensor):
             start, stop = round(start * bytes_each), round(stop * bytes_each)
         return blocks.narrow(self._dim, start, stop - start).contiguous()
 
+    def packed(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """None too if the range cuts a group of 32 columns."""
+        whole = self._whole.packed()
+        if whole is None or len(self.info.shape) != 2:
+            return None
+        start, stop = self._range
+        if self._dim == 1 and (start % 32 or stop % 32):
+            return None
+        step = [2, 32] if self._dim == 1 else [1, 1]
+        codes, scale = (
+            t.narrow(self._dim, start // n, (stop - start) // n).contiguous()
+            for t, n in zip(whole, step, strict=True)
+        )
+        return codes, scale
+
 
 class WeightSource(ABC):
     """All tensors of one model. Close it (or use ``with``) when loading is done."""
@@ -87,10 +111,6 @@ class WeightSource(ABC):
 
     @abstractmethod
     def get(self, name: str) -> WeightTensor: ...
-
-    def raw(self, name: str) -> torch.Tensor:
-        """A tensor exactly as it is stored, for formats that take more than one tensor."""
-        raise NotImplementedError(f"{type(self).__name__} has no stored tensors to give")
 
     @abstractmethod
     def close(self) -> None:

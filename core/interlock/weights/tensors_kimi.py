@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from interlock.weights.config_kimi import KimiConfig
+from interlock.weights.quantization import GROUP
 
 PADDED_HEADS = 128
-GROUP = 32
 
 
 class Sized(NamedTuple):
