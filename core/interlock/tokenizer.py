@@ -117,6 +117,10 @@ class Tokenizer:
         text: str = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
         return text
 
+    def save(self, path: Path) -> None:
+        """Write Hugging Face's ``tokenizer.json``."""
+        path.write_text(self._backend.to_str(pretty=False), encoding="utf-8")
+
     def id_to_token(self, id: int) -> str | None:
         """The token as the vocabulary spells it, or None for an id without one."""
         if not 0 <= id < self._size:

@@ -121,6 +121,7 @@ def _burst(session: Session, load: Load, prompts: Sequence[Sequence[int]]) -> Bu
         others_cpu=others,
         counters=_moved(counters, session.counters()),
         engine=_difference(totals, session.totals()),
+        resident_bytes=session.resident_bytes(),
     )
 
 
@@ -148,6 +149,8 @@ def idle_plugins(contestant: Contestant) -> list[str]:
     """Enabled plugins none of whose counters moved in any repeat (design, rule 14)."""
     names = [report["name"] for report in contestant.session.info().get("plugins", [])]
     bursts = [burst for bursts in contestant.bursts for burst in bursts]
-    return [
-        name for name in names if not any(any(b.counters.get(name, {}).values()) for b in bursts)
-    ]
+    return [name for name in names if not any(_moving(b.counters.get(name, {})) for b in bursts)]
+
+
+def _moving(counters: dict[str, float]) -> bool:
+    return any(value for name, value in counters.items() if not name.endswith("_now"))

@@ -101,6 +101,10 @@ class UrlSession:
         local = url.host in ("127.0.0.1", "localhost", "::1")
         return listening_pids(url.port or 80) if local else []
 
+    def resident_bytes(self) -> int:
+        """Unknown: the server may be on another machine."""
+        return 0
+
     def counters(self) -> dict[str, dict[str, float]]:
         return {plugin["name"]: plugin.get("counters", {}) for plugin in self._plugins()}
 

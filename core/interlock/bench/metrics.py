@@ -67,6 +67,8 @@ class Burst(msgspec.Struct):
     """How far each plugin's counters moved during the repeat."""
     engine: dict[str, float] = {}
     """The engine's own totals over the repeat (steps, python share, preemptions)."""
+    resident_bytes: int = 0
+    """Memory of the engine's process that was in RAM afterwards; 0 if that is not known."""
 
     @property
     def failed(self) -> list[str]:

@@ -93,7 +93,13 @@ def spread_text(spread: Spread | None, scale: float = 1.0) -> str:
 
 def summary_rows(result: LoadResult) -> tuple[Row, list[Row]]:
     """A row per configuration: each metric's median over repeats with its range, and p99."""
-    headings = ["configuration", *(HEADINGS[m][0] for m in METRICS), "p99 TTFT/ITL ms", "others"]
+    headings = [
+        "configuration",
+        *(HEADINGS[m][0] for m in METRICS),
+        "p99 TTFT/ITL ms",
+        "MiB",
+        "others",
+    ]
     return headings, [_summary_row(item) for item in result.configurations]
 
 
@@ -102,7 +108,9 @@ def _summary_row(item: Measured) -> Row:
     cells = [spread_text(spreads.get(m), HEADINGS[m][1]) for m in METRICS]
     shares = [b.others_cpu for b in item.bursts if b.others_cpu is not None]
     others = f"{max(shares):.1%}" if shares else "-"
-    return [item.label, *cells, f"{_p99(item, 'ttft')} / {_p99(item, 'itl')}", others]
+    memory = max(burst.resident_bytes for burst in item.bursts) >> 20
+    p99 = f"{_p99(item, 'ttft')} / {_p99(item, 'itl')}"
+    return [item.label, *cells, p99, str(memory) if memory else "-", others]
 
 
 def _p99(item: Measured, metric: str) -> str:
@@ -161,4 +169,5 @@ def _add_counters(sums: dict[tuple[str, str, str], float], label: str, burst: Bu
     for plugin, counters in burst.counters.items():
         for name, value in counters.items():
             key = (label, plugin, name)
-            sums[key] = sums.get(key, 0.0) + value
+            # What ends in _now is a level, not a count.
+            sums[key] = value if name.endswith("_now") else sums.get(key, 0.0) + value

@@ -24,6 +24,7 @@ class Session(Protocol):
     def pids(self) -> list[int]: ...
     def counters(self) -> dict[str, dict[str, float]]: ...
     def totals(self) -> dict[str, float]: ...
+    def resident_bytes(self) -> int: ...
     def run(self, load: Load, prompts: Sequence[Sequence[int]]) -> list[Trace]: ...
     def close(self) -> None: ...
 
@@ -41,6 +42,17 @@ class Probe(msgspec.Struct, tag=True):
     """Measure the machine's floors for the engine's dtype."""
 
 
+class Score(msgspec.Struct, tag=True):
+    """Compute how likely the tokens of these sequences are."""
+
+    prompts: list[list[int]]
+
+
+class Scored(msgspec.Struct, tag=True):
+    nats: list[float]
+    """Negative log-likelihood of each sequence without its first token."""
+
+
 class Status(msgspec.Struct, tag=True):
     """What a worker is and has counted; its answer to `Start` and `Run`."""
 
@@ -48,6 +60,8 @@ class Status(msgspec.Struct, tag=True):
     counters: dict[str, dict[str, float]] = {}
     totals: dict[str, float] = {}
     traces: list[Trace] = []
+    resident_bytes: int = 0
+    """Memory of the worker's process that is in RAM."""
 
 
 class Probed(msgspec.Struct, tag=True):
@@ -58,8 +72,8 @@ class Failed(msgspec.Struct, tag=True):
     message: str
 
 
-ToWorker = Start | Run | Probe
-FromWorker = Status | Probed | Failed
+ToWorker = Start | Run | Probe | Score
+FromWorker = Status | Probed | Scored | Failed
 
 
 class WorkerSession:
@@ -97,6 +111,16 @@ class WorkerSession:
     def run(self, load: Load, prompts: Sequence[Sequence[int]]) -> list[Trace]:
         self._status = self._ask_status(Run(load, [list(p) for p in prompts]))
         return self._status.traces
+
+    def resident_bytes(self) -> int:
+        return self._status.resident_bytes
+
+    def score(self, prompts: list[list[int]]) -> list[float]:
+        """Negative log-likelihood in nats of every sequence, given its first token."""
+        answer = self._ask(Score(prompts))
+        if not isinstance(answer, Scored):
+            raise InterlockError(f"{self._label}: the worker answered out of turn")
+        return answer.nats
 
     def probe(self) -> dict[str, Any]:
         """Measured floors of this machine, by `interlock.ops.cpu_probe`."""

@@ -10,6 +10,7 @@ import sys
 from typing import IO, Any
 
 import msgspec
+import psutil
 
 from interlock.bench.drive import EngineLoop
 from interlock.bench.metrics import Trace
@@ -19,6 +20,8 @@ from interlock.bench.session import (
     Probe,
     Probed,
     Run,
+    Score,
+    Scored,
     Start,
     Status,
     ToWorker,
@@ -56,8 +59,28 @@ class EngineRunner:
         stats: dict[str, Any] = msgspec.to_builtins(self._engine.stats())
         return {k: v for k, v in stats.items() if k.endswith("_total")}
 
+    def score(self, prompts: list[list[int]]) -> list[float]:
+        return score(self._engine, prompts)
+
     def run(self, load: Load, prompts: list[list[int]]) -> list[Trace]:
         return EngineLoop(self._engine, load).run(prompts)
+
+
+def score(engine: Any, prompts: list[list[int]]) -> list[float]:
+    """Negative log-likelihood of each sequence, one after another."""
+    from interlock.engine.request import Request, SamplingParams
+
+    nats = []
+    for index, ids in enumerate(prompts):
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
+        engine.add(Request(f"score-{index}", ids, params))
+        outputs: list[Any] = []
+        while not outputs or outputs[-1].finish_reason is None:
+            outputs += engine.step()
+        if outputs[-1].error:
+            raise InterlockError(outputs[-1].error)
+        nats.append(-sum(each.logprob for each in outputs[-1].prompt_logprobs[1:]))
+    return nats
 
 
 def _changed(settings: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:
@@ -108,12 +131,15 @@ class Worker:
             return self._status([])
         if isinstance(message, Run):
             return self._status(self._runner.run(message.load, message.prompts))
+        if isinstance(message, Score):
+            return Scored(self._runner.score(message.prompts))
         assert isinstance(message, Probe)
         return probe(self._runner)
 
     def _status(self, traces: list[Trace]) -> Status:
         runner = self._runner
-        return Status(runner.info(), runner.counters(), runner.totals(), traces)
+        resident = psutil.Process().memory_info().rss
+        return Status(runner.info(), runner.counters(), runner.totals(), traces, resident)
 
 
 def main(requests: IO[bytes], answers: IO[bytes]) -> None:

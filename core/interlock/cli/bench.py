@@ -32,6 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     versus = commands.add_parser(
         "compare-transformers", help="run --against transformers, with the standard load"
     )
+    quality = commands.add_parser("perplexity", help="how well held-out text is predicted")
+    quality.add_argument("--against", action="append", default=[], help=AGAINST)
+    quality.add_argument("--text", type=Path, metavar="FILE", help="(default: the benchmark's own)")
+    quality.add_argument("--window", type=_positive, default=512, metavar="TOKENS")
+    quality.add_argument("--windows", type=_positive, default=16, metavar="N", help="at most")
+    quality.add_argument("--json", action="store_true", help="print JSON")
+    add_settings(quality, "engine")
+    quality.set_defaults(run=perplexity)
     for sub, action in ((run_parser, run), (ablate_parser, ablate), (versus, compare)):
         _add_load(sub)
         add_settings(sub, "engine")
@@ -101,6 +109,53 @@ def compare(args: argparse.Namespace) -> int:
 
     base = _base(args)
     return _finish(args, _measure(args, [base, parse_target("transformers", base)]))
+
+
+def perplexity(args: argparse.Namespace) -> int:
+    from interlock.bench.perplexity import qualities, windows
+    from interlock.bench.prompts import corpus
+    from interlock.bench.spec import parse_target
+    from interlock.tokenizer import Tokenizer
+    from interlock.weights.resolve import resolve
+
+    base = _base(args)
+    targets = [base, *(parse_target(text, base) for text in args.against)]
+    tokenizer = Tokenizer.load(resolve(_model(base)))
+    text = corpus() if args.text is None else _read(args.text)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    found = qualities(targets, windows(ids, args.window, args.windows), tokenizer)
+    if args.json:
+        print_json([_quality(item) for item in found])
+        return 0
+    headings = ["configuration", "tokens", "perplexity", "bits per byte", "over the first"]
+    rows = [
+        [q.label, str(q.tokens), f"{q.perplexity:.3f}", f"{q.bits_per_byte:.4f}", _worse(q)]
+        for q in found
+    ]
+    table("", headings, rows)
+    return 0
+
+
+def _quality(item: Any) -> dict[str, Any]:
+    import msgspec
+
+    derived = {"perplexity": item.perplexity, "bits_per_byte": item.bits_per_byte}
+    return {**msgspec.to_builtins(item), **derived}
+
+
+def _worse(item: Any) -> str:
+    """The log-likelihood over the first configuration's: all windows, and their range."""
+    from interlock.bench.metrics import Spread
+
+    spread = Spread.of(item.worse)
+    return f"{spread.median:.4f} [{spread.min:.4f}..{spread.max:.4f}]" if spread else "-"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--text {path} cannot be read: {error}") from None
 
 
 def ablate(args: argparse.Namespace) -> int:

@@ -1,13 +1,18 @@
-"""`interlock models list|pull|inspect`."""
+"""`interlock models list|pull|inspect|quantize`."""
 
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from interlock.cli.console import download_progress, print_json, progress_bars, size, table
 from interlock.errors import ConfigError
+
+QUANTIZERS = "interlock.quantizers"
+"""Entry points ``format name = function(files, target, scope, ignore, progress) -> rows``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device-memory", metavar="BYTES", help="of each rank's device, such as 288GiB"
     )
     inspect.set_defaults(run=run_inspect)
-    for sub in (listing, pull, inspect):
+    shrink = commands.add_parser("quantize", help="write a copy with quantized weights")
+    shrink.add_argument("name", metavar="SRC", help="alias, folder, .gguf file or hub name")
+    shrink.add_argument("target", metavar="DST", type=Path, help="folder to write")
+    shrink.add_argument("--format", help="of the weights (default: the only one installed)")
+    shrink.add_argument("--scope", default="all", choices=("experts", "linear", "all"))
+    shrink.add_argument(
+        "--ignore", action="append", metavar="REGEX", help="modules to keep; may be repeated"
+    )
+    shrink.set_defaults(run=run_quantize)
+    for sub in (listing, pull, inspect, shrink):
         sub.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -79,6 +93,54 @@ def run_inspect(args: argparse.Namespace) -> int:
     else:
         table("", ["field", "value"], flatten(description))
     return 0
+
+
+def run_quantize(args: argparse.Namespace) -> int:
+    """The work is an installed package's: its entry point in the group `QUANTIZERS`."""
+    import attrs
+
+    from interlock.weights.export import new_folder
+    from interlock.weights.resolve import resolve
+
+    quantize = _quantizer(args.format)
+    _check_patterns(args.ignore or ())
+    with progress_bars() as bars:
+        files = resolve(args.name, progress=download_progress(bars, args.name))
+        step = bars.load if bars else None
+        with new_folder(args.target) as folder:
+            report = quantize(files, folder, args.scope, args.ignore, step)
+    if args.json:
+        print_json([attrs.asdict(row) for row in report])
+        return 0
+    columns = ["weight", "shape", "relative error", "largest error"]
+    rows = [
+        [r.name, "x".join(map(str, r.shape)), f"{r.relative_error:.2%}", f"{r.largest_error:.4g}"]
+        for r in report
+    ]
+    table("", columns, rows)
+    print(f"wrote {args.target}")
+    return 0
+
+
+def _quantizer(name: str | None) -> Any:
+    import importlib.metadata
+
+    found = {point.name: point for point in importlib.metadata.entry_points(group=QUANTIZERS)}
+    known = ", ".join(sorted(found)) or "none"
+    if name is None and len(found) != 1:
+        raise ConfigError(f"--format: name one; installed: {known}")
+    name = name or next(iter(found))
+    if name not in found:
+        raise ConfigError(f"--format {name}: no such format is installed; installed: {known}")
+    return found[name].load()
+
+
+def _check_patterns(patterns: Iterable[str]) -> None:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"--ignore {pattern!r} is no regular expression: {error}") from None
 
 
 def _memory(text: str | None) -> int | None:

@@ -95,11 +95,12 @@ class Experts:
         )
 
     def load(self, source: WeightSource) -> None:
-        if self._share[0] == self._share[1]:
-            return
         formats = dict.fromkeys(source.infos[name].format for name in self.expected())
         layer = self.layer("+".join(formats))
         self.method = self._build.expert_method(layer) or DenseExperts(layer, self._build.ops)
+        if not layer.inner:
+            # More ranks than groups: this one has no part in the layer.
+            return
         self.method.load(lambda expert, part: self._matrix(source, expert, part))
 
     def _matrix(self, source: WeightSource, expert: int, part: str) -> WeightTensor:

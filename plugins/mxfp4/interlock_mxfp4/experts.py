@@ -14,7 +14,7 @@ from interlock.ops.reference import wide
 from interlock.weights.packed_fp4 import decode
 from interlock.weights.quantization import GROUP
 from interlock.weights.source import WeightTensor
-from interlock_mxfp4.layers import Counts, packed_of
+from interlock_mxfp4.layers import Counts, Loss, packed_of
 from interlock_mxfp4.settings import Mxfp4Settings
 
 
@@ -44,16 +44,15 @@ class PackedExperts:
     def load(self, matrix: Callable[[int, str], WeightTensor]) -> None:
         layer = self._layer
         inner = -(-layer.inner // GROUP) * GROUP
+        loss = Loss(layer.name)
         for expert in range(layer.num_experts):
-            parts = {
-                part: packed_of(matrix(expert, part), f"{layer.name}.{expert}.{part}")
-                for part in ("w1", "w3", "w2")
-            }
+            parts = {part: packed_of(matrix(expert, part), loss) for part in ("w1", "w3", "w2")}
             gate_up = [_with_rows(parts[part], inner) for part in ("w1", "w3")]
             codes, scale = (torch.cat(pair) for pair in zip(*gate_up, strict=True))
             self._counts.packed_bytes += codes.nbytes + scale.nbytes
             self._counts.packed_bytes += sum(tensor.nbytes for tensor in parts["w2"])
             self._backend.put(expert, (codes, scale), parts["w2"])
+        loss.say()
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor | UnfinalizedExperts:
         self._counts.calls += 1

@@ -126,11 +126,40 @@ def path_of(dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
     return "cpu", "this CPU's vector instructions multiply packed weights"
 
 
-def packed_of(tensor: WeightTensor, name: str) -> tuple[Tensor, Tensor]:
-    """Codes and scales of ``tensor`` [N, K], as stored or quantized now; K is padded to groups.
+@attrs.define(slots=True)
+class Loss:
+    """What quantizing one layer's weights while loading cost."""
 
-    Quantizing prints one line: the error relative to the weight, and the largest one.
-    """
+    name: str
+    formats: set[str] = attrs.field(factory=set)
+    count: int = 0
+    error: float = 0.0
+    size: float = 0.0
+    largest: float = 0.0
+
+    def add(self, weight_format: str, weight: Tensor, values: Tensor) -> None:
+        difference = weight - values
+        self.formats.add(weight_format)
+        self.count += 1
+        self.error += float(difference.square().sum(dtype=torch.float64))
+        self.size += float(weight.square().sum(dtype=torch.float64))
+        self.largest = max(self.largest, float(difference.abs().max()))
+
+    def say(self) -> None:
+        """One line on stderr: the error relative to the weights, and the largest one."""
+        if not self.count:
+            return
+        relative = (self.error / max(self.size, 1e-300)) ** 0.5
+        print(
+            f"mxfp4: {self.name}: {self.count} matrices quantized from "
+            f"{'+'.join(sorted(self.formats))}, relative error {100 * relative:.2f} %, largest "
+            f"{self.largest:.4g}",
+            file=sys.stderr,
+        )
+
+
+def packed_of(tensor: WeightTensor, loss: Loss) -> tuple[Tensor, Tensor]:
+    """Codes and scales of ``tensor`` [N, K], as stored or quantized now; K is padded to groups."""
     stored = tensor.packed()
     if stored is not None:
         return stored
@@ -143,15 +172,5 @@ def packed_of(tensor: WeightTensor, name: str) -> tuple[Tensor, Tensor]:
     missing = -weight.shape[1] % GROUP
     packed = pack(torch.nn.functional.pad(weight, (0, missing)), tensor.info.name)
     values = decode(*packed, torch.float32)[:, : weight.shape[1]]
-    report(name, tensor.info.format, weight, values)
+    loss.add(tensor.info.format, weight, values)
     return packed
-
-
-def report(name: str, weight_format: str, weight: Tensor, values: Tensor) -> None:
-    error = weight - values
-    relative = float(error.norm() / weight.norm().clamp_min(1e-30))
-    print(
-        f"mxfp4: {name} {list(weight.shape)} from {weight_format}: relative error "
-        f"{100 * relative:.2f} %, largest {float(error.abs().max()):.4g}",
-        file=sys.stderr,
-    )

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from interlock.weights.packed_fp4 import decode
 from interlock.weights.source import WeightTensor
-from interlock_mxfp4.layers import Counts, packed_of
+from interlock_mxfp4.layers import Counts, Loss, packed_of
 
 
 class PackedLinear:
@@ -35,7 +35,9 @@ class PackedLinear:
         self._columns = out_features
 
     def load(self, parts: Sequence[WeightTensor], bias: Tensor | None) -> None:
-        stored = [packed_of(part, part.info.name) for part in parts]
+        loss = Loss(self._name)
+        stored = [packed_of(part, loss) for part in parts]
+        loss.say()
         codes, scale = (torch.cat(tensors) for tensors in zip(*stored, strict=True))
         self._counts.packed_bytes += codes.nbytes + scale.nbytes
         self._bias = None if bias is None else bias.to(self._dtype).to(self._device)

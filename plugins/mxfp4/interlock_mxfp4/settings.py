@@ -9,9 +9,9 @@ import attrs
 
 from interlock.settings import option
 
-IGNORED = (r"lm_head$", r"\.gate$", r"\.b_proj$")
-"""Layers that stay as they are: the head, routers, and the small projection of KDA's beta, which
-loses measurably in low precision."""
+IGNORED = (r"lm_head$", r"\.gate$", r"\.b_proj$", r"\.kv_b_proj$")
+"""Layers that stay as they are: the head, routers, the small projection of KDA's beta, which loses
+measurably in low precision, and MLA's latent-to-head matrix, which is multiplied into others."""
 
 
 def _patterns(_: Any, field: attrs.Attribute[Any], patterns: tuple[str, ...]) -> None:
