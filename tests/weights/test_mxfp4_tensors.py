@@ -89,7 +89,7 @@ def test_zeros_extremes_and_what_has_no_code():
     for wrong, message in ((float("nan"), "NaN or infinite"), (float("inf"), "NaN or infinite")):
         with pytest.raises(WeightsError, match=f"w1.weight: .*{message}"):
             pack(torch.full((1, 32), wrong), "w1.weight")
-    with pytest.raises(WeightsError, match="w1.weight: 40 inputs are no multiple of 32"):
+    with pytest.raises(WeightsError, match=r"w1.weight: 40 inputs are no multiple of 32"):
         pack(torch.zeros(1, 40), "w1.weight")
 
 
@@ -233,5 +233,5 @@ def test_a_truncated_file_is_refused(tmp_path):
     path = folder(tmp_path / "hf", **{"w.weight_packed": GOOD[0], "w.weight_scale": GOOD[1]})
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(WeightsError, match="model.safetensors"):
+    with pytest.raises(WeightsError, match=r"model\.safetensors"):
         SafetensorsSource(path)

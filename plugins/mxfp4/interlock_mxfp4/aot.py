@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import attrs
 
-from interlock_mxfp4.tiles import Device, Shape, Tiles, for_linear, pair
+from interlock_mxfp4.tiles import Device, Tiles, for_linear, pair
 
 EXPERTS, TOP, LATENT, INNER, HIDDEN = 896, 16, 3584, 3072 // 8, 7168
 TOKENS: Final = (1, 8, 16, 64, 128, 1024, 8192)
@@ -117,13 +117,11 @@ def _others() -> list[Case]:
     found = [
         Case("_offsets", everywhere, sort, {"BLOCK": 16, "BINS": 1024}, none),
     ]
-    for steps, tokens in ((1, few), (16, many)):
-        found += [
-            Case("_count", tokens, sort, {"CHUNK": 128 * steps, "BINS": 1024}, none),
-            Case(
-                "_place", tokens, sort, {"CHUNK": 128 * steps, "STEP": 128, "BINS": 1024}, none
-            ),
-        ]
+    wide = Tiles(1, 1, 1, warps=8)
+    for steps, tokens in ((1, few), (32, many)):
+        chunk = {"CHUNK": 64 * steps, "BINS": 1024}
+        found.append(Case("_count", tokens, sort, chunk, none))
+        found.append(Case("_place", tokens, sort, {**chunk, "STEP": 64}, wide))
     tail = {"rows": "*bf16", "weights": "*fp32", "row_map": "*i32", "norm": "*bf16"}
     tail |= {"D": "i32d16", "eps": "fp32"}
     exact = {"enable_fp_fusion": False}
@@ -154,9 +152,7 @@ def compile_case(case: Case, arch: int = ARCH) -> Entry:
 
     kernel = _kernels()[case.kernel]
     signature, attributes = _signature(kernel.arg_names, case)
-    source = ASTSource(
-        fn=kernel, signature=signature, constexprs=case.constants, attrs=attributes
-    )
+    source = ASTSource(fn=kernel, signature=signature, constexprs=case.constants, attrs=attributes)
     options = {"num_warps": case.tiles.warps, "num_stages": case.tiles.stages, **case.options}
     built = compile_kernel(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, stores, loads = _resources(built.asm["ptx"], arch)
@@ -211,9 +207,7 @@ def _resources(ptx: str, arch: int) -> tuple[int, int, int]:
 
 def compile_all(names: Iterable[str] | None = None, arch: int = ARCH) -> list[Entry]:
     wanted = None if names is None else set(names)
-    return [
-        compile_case(case, arch) for case in cases() if wanted is None or case.kernel in wanted
-    ]
+    return [compile_case(case, arch) for case in cases() if wanted is None or case.kernel in wanted]
 
 
 HEADINGS: Final = (

@@ -42,9 +42,11 @@ class PackedLinear:
         self._counts.packed_bytes += codes.nbytes + scale.nbytes
         self._bias = None if bias is None else bias.to(self._dtype).to(self._device)
         if self._path == "cpu":
+            from interlock.ops.cpu_linear import pack_bias
+
             self._weight = self._kernels.pack_panels(codes, scale)[None]
             if bias is not None:
-                self._bias = self._kernels.pad_panels(bias.float())
+                self._bias = pack_bias(bias)
         else:
             self._codes, self._scale = codes.to(self._device), scale.to(self._device)
 

@@ -53,7 +53,7 @@ class Device:
     shared_bytes: int = 232_448
     """Of one block."""
     tile_s: float = 2e-6
-    """Beginning and draining a wave of tiles; the one figure that is a guess, not a data sheet's."""
+    """Beginning and draining a wave of tiles: a guess, where the others are a data sheet's."""
 
 
 @attrs.frozen
@@ -85,16 +85,15 @@ INPUTS: Final = (64, 128, 256)
 def candidates(shape: Shape) -> Iterator[Tiles]:
     """Tiles that compile without spills for B300 (`interlock_mxfp4.aot` checks those chosen)."""
     for tokens, outputs, inputs in itertools.product(TOKENS, OUTPUTS, INPUTS):
-        tiles = Tiles(tokens, outputs, inputs, *_compiled(shape, tokens, outputs, inputs))
+        tiles = Tiles(tokens, outputs, inputs, *_compiled(shape, tokens, outputs))
         if shared_bytes(shape, tiles) <= Device().shared_bytes and _fits(shape, tiles):
             yield tiles
 
 
-def _compiled(shape: Shape, tokens: int, outputs: int, inputs: int) -> tuple[int, int]:
+def _compiled(shape: Shape, tokens: int, outputs: int) -> tuple[int, int]:
     """Warps and stages: more warps where a thread's registers would not hold its part."""
-    del inputs
     wide = outputs * tokens * shape.matrices > 64 * 64
-    return (8 if wide and not shape.block_scaled else 4), 3
+    return (8 if wide else 4), 3
 
 
 def _fits(shape: Shape, tiles: Tiles) -> bool:
@@ -120,7 +119,7 @@ def active_experts(shape: Shape) -> float:
     return shape.experts * (1 - missing)
 
 
-def seconds(shape: Shape, tiles: Tiles, device: Device = Device()) -> float:  # noqa: B008
+def seconds(shape: Shape, tiles: Tiles, device: Device = Device()) -> float:
     """The model's time of one product; see the module's text."""
     active = max(1.0, active_experts(shape))
     per_expert = max(1.0, shape.tokens * shape.top / active)
@@ -157,7 +156,9 @@ def choose(shape: Shape) -> Tiles:
     return min(candidates(shape), key=lambda tiles: seconds(shape, tiles))
 
 
-def pair(top: int, tokens: int, experts: int, size: int, inner: int, mxfp8: bool) -> tuple[Tiles, Tiles]:
+def pair(
+    top: int, tokens: int, experts: int, size: int, inner: int, mxfp8: bool
+) -> tuple[Tiles, Tiles]:
     """Tiles of both products of a batch; they share the tile of tokens, as rows are sorted once."""
     tokens = _bucket(tokens)
     suffix = "_mx" if mxfp8 else ""
@@ -175,21 +176,12 @@ def pair(top: int, tokens: int, experts: int, size: int, inner: int, mxfp8: bool
 
 @functools.lru_cache(maxsize=4096)
 def _modelled_pair(gate_up: Shape, down: Shape) -> tuple[Tiles, Tiles]:
-    options = []
-    for tokens in TOKENS:
-        best = [
-            min(
-                (t for t in candidates(shape) if t.tokens == tokens),
-                key=lambda tiles, shape=shape: seconds(shape, tiles),
-                default=None,
-            )
-            for shape in (gate_up, down)
-        ]
-        if best[0] is not None and best[1] is not None:
-            cost = seconds(gate_up, best[0]) + seconds(down, best[1])
-            options.append((cost, best[0], best[1]))
-    _, first, second = min(options, key=lambda option: option[0])
-    return first, second
+    both = [
+        (first, second)
+        for first, second in itertools.product(candidates(gate_up), candidates(down))
+        if first.tokens == second.tokens
+    ]
+    return min(both, key=lambda tiles: seconds(gate_up, tiles[0]) + seconds(down, tiles[1]))
 
 
 def _bucket(tokens: int) -> int:
@@ -202,7 +194,9 @@ def for_linear(tokens: int, outputs: int, inputs: int) -> Tiles:
     """Tiles of a dense bf16 product (the up-projection): narrow for a few tokens."""
     del outputs
     width = 16 if tokens <= 16 else 32 if tokens <= 32 else 64 if tokens <= 64 else 128
-    return Tiles(width, 128 if width < 128 else 64, 64 if inputs % 128 else 128, 4, 3)
+    if width == 128:
+        return Tiles(width, 128, 64, 8, 3)
+    return Tiles(width, 128, 64 if inputs % 128 else 128, 4, 3)
 
 
 def key(shape: Shape) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -192,19 +193,16 @@ def test_bad_settings_are_one_line(given, message):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_rank_that_would_cut_a_group_is_refused(tmp_path):
+def test_a_rank_that_would_cut_a_group_is_refused():
     """Attention outputs of heads of 16 at four ranks: the packed columns cannot be shared out."""
     from interlock_mxfp4.layers import Loss, packed_of
 
-    class Cut:
-        class info:
-            format, name = "MXFP4", "model.layers.0.self_attn.o_proj.weight"
-
-        def packed(self):
-            return None
-
+    cut = SimpleNamespace(
+        info=SimpleNamespace(format="MXFP4", name="model.layers.0.self_attn.o_proj.weight"),
+        packed=lambda: None,
+    )
     with pytest.raises(WeightsError, match=r"o_proj.weight: this rank's part cuts a group of 32"):
-        packed_of(Cut(), Loss("o_proj"))
+        packed_of(cut, Loss("o_proj"))
 
 
 def test_requests_that_fail_or_leave_do_not_touch_others(prompts, oracle):

@@ -15,7 +15,7 @@ def quantize_kernel(x, out, scales, M, K, stride_x, BM: tl.constexpr, BK: tl.con
     row = m[:, None].to(tl.int64)
     tile = tl.load(x + row * stride_x + k[None, :], mask=keep, other=0.0).to(tl.float32)
     groups = tl.reshape(tile, (BM, BK // 32, 32))
-    byte = mxfp8_scale(tl.max(tl.abs(groups), 2))
+    byte = mxfp8_scale(groups, 2)
     bits = mxfp8_value(groups, byte[:, :, None]).to(tl.uint8, bitcast=True)
     tl.store(out + row * K + k[None, :], tl.reshape(bits, (BM, BK)), mask=keep)
     group = tl.program_id(1) * (BK // 32) + tl.arange(0, BK // 32)
@@ -26,7 +26,7 @@ def quantize_kernel(x, out, scales, M, K, stride_x, BM: tl.constexpr, BK: tl.con
 def quantize_mxfp8(
     x: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] to E4M3 values [M, K] and E8M0 scales [M, K / 32]: see `reference`."""
+    """X [M, K] to E4M3 values [M, K] and E8M0 scales [M, K / 32]: see `reference`."""
     rows, size = x.shape
     if out is None:
         values = torch.empty(rows, size, dtype=torch.float8_e4m3fn, device=x.device)

@@ -22,7 +22,9 @@ def expert_of(starts, first, E, BINS: tl.constexpr):
 
 
 @triton.jit
-def weight_tile(codes, scales, row, keep, k, K, ROWS: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr):
+def weight_tile(
+    codes, scales, row, keep, k, K, ROWS: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr
+):
     """Values [ROWS, BK] of weight rows ``row`` at inputs from ``k`` on; zero beyond K."""
     byte = k // 2 + tl.arange(0, BK // 2)
     group = k // 32 + tl.arange(0, BK // 32)

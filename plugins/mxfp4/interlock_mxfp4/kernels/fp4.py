@@ -34,7 +34,7 @@ def unpack_tile(codes, scales, ROWS: tl.constexpr, BK: tl.constexpr, DTYPE: tl.c
 
 @triton.jit
 def tanh(x):
-    """tanh in float32: a series near 0, where the quotient of exponentials would cancel."""
+    """Tanh in float32: a series near 0, where the quotient of exponentials would cancel."""
     square = x * x
     series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 - square * (17.0 / 315))))
     decay = tl.exp(-2.0 * tl.abs(x))
@@ -53,13 +53,15 @@ def gated(gate, up, beta, linear_beta, SITU: tl.constexpr, BOUNDED: tl.constexpr
 
 
 @triton.jit
-def mxfp8_scale(largest):
-    """E8M0 byte for a group whose largest magnitude is ``largest`` (OCP MX v1.0, section 6.3).
+def mxfp8_scale(x, AXIS: tl.constexpr):
+    """E8M0 byte of every group, a group being what lies along AXIS (OCP MX v1.0, section 6.3).
 
     floor(log2(largest)) - 8, as 8 is E4M3's largest exponent; from the float's bits, which are
-    exact where log2 is not. NaN or infinity give byte 255, which is NaN.
+    exact where log2 is not, and among which NaN and infinity are the largest, as a maximum of
+    floats would lose NaN. They give byte 255, which is NaN.
     """
-    exponent = (largest.to(tl.uint32, bitcast=True) >> 23).to(tl.int32) & 255
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    exponent = tl.max(magnitude, AXIS) >> 23
     byte = tl.maximum(exponent - 8, 0)
     return tl.where(exponent == 255, 255, byte).to(tl.uint8)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import attrs
 import torch
 from torch import Tensor
@@ -79,7 +81,7 @@ def sort_tokens(ids: Tensor, num_experts: int, block: int) -> Routing:
 
 def _per_expert(routing: Routing) -> list[tuple[int, slice]]:
     starts = routing.starts.tolist()
-    spans = zip(starts[:-1], starts[1:], strict=True)
+    spans = pairwise(starts)
     return [(expert, slice(a, b)) for expert, (a, b) in enumerate(spans) if b > a]
 
 
@@ -112,7 +114,7 @@ def expert_down(inner: Tensor, weights: Packed, routing: Routing) -> Tensor:
 
 
 def quantize_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [M, K] to E4M3 [M, K] and E8M0 bytes [M, K / 32] (OCP MX v1.0, section 6.3).
+    """X [M, K] to E4M3 [M, K] and E8M0 bytes [M, K / 32] (OCP MX v1.0, section 6.3).
 
     A group's scale is 2^(floor(log2(largest)) - 8); what exceeds 448 under it saturates. A group
     of zeros has byte 0; one with NaN or infinity has byte 255, which is NaN.
@@ -133,7 +135,7 @@ def dequantize_mxfp8(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
     factor = torch.exp2(scales.double() - 127)
     factor = torch.where(scales == 255, torch.full_like(factor, torch.nan), factor)
     kind = torch.float64 if dtype == torch.float64 else torch.float32
-    groups = values.to(kind).unflatten(-1, (-1, GROUP)) * factor.to(kind)[..., None]
+    groups: Tensor = values.to(kind).unflatten(-1, (-1, GROUP)) * factor.to(kind)[..., None]
     return groups.flatten(-2).to(dtype)
 
 

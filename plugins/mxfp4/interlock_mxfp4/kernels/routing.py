@@ -10,7 +10,7 @@ import triton.language as tl
 
 from interlock_mxfp4.kernels.reference import Routing, padded_rows
 
-STEP = 128
+STEP = 64
 """Pairs that one program ranks by comparing each with each."""
 
 
@@ -49,7 +49,7 @@ def _place(
     i = chunk * CHUNK + step * STEP + tl.arange(0, STEP)
     expert = tl.load(ids + i, mask=i < pairs, other=-1).to(tl.int32)
     rank = tl.zeros((STEP,), tl.int32)
-    for earlier in range(0, step + 1):
+    for earlier in range(step + 1):
         j = chunk * CHUNK + earlier * STEP + tl.arange(0, STEP)
         other = tl.load(ids + j, mask=j < pairs, other=-1).to(tl.int32)
         same = (other[None, :] == expert[:, None]) & (j[None, :] < i[:, None])
@@ -69,7 +69,7 @@ def sort_tokens(ids: torch.Tensor, num_experts: int, block: int) -> Routing:
     row_token = torch.full((rows,), -1, dtype=torch.int32, device=ids.device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
     # Longer chunks for more pairs: the scan goes over chunks one by one.
-    steps = max(1, min(16, triton.next_power_of_2(pairs // (64 * STEP))))
+    steps = max(1, min(32, triton.next_power_of_2(pairs // (64 * STEP))))
     chunks, bins = triton.cdiv(pairs, steps * STEP), triton.next_power_of_2(num_experts + 1)
     counts = torch.empty(max(chunks, 1), bins, dtype=torch.int32, device=ids.device)
     given = ids.contiguous()
@@ -79,6 +79,6 @@ def sort_tokens(ids: torch.Tensor, num_experts: int, block: int) -> Routing:
     if chunks:
         _place[(chunks, steps)](
             given, counts, starts, row_token, row_map, pairs, top,
-            CHUNK=steps * STEP, STEP=STEP, BINS=bins,
+            CHUNK=steps * STEP, STEP=STEP, BINS=bins, num_warps=8,
         )  # fmt: skip
     return Routing(row_token, row_map, starts)

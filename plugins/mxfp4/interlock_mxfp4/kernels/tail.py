@@ -20,12 +20,11 @@ def weighted_sum(rows, weights, row_map, token, d, D, TOP: tl.constexpr, BD: tl.
     total = tl.zeros((BD,), tl.float32)
     for slot in tl.static_range(TOP):
         row = tl.load(row_map + token * TOP + slot)
-        here = row >= 0
         weight = tl.load(weights + token * TOP + slot)
-        value = tl.load(
-            rows + tl.maximum(row, 0).to(tl.int64) * D + d, mask=(d < D) & here, other=0.0
-        )
-        total = tl.where(here, total + weight * value.to(tl.float32), total)
+        limit = tl.where(row >= 0, D, 0)
+        at = rows + tl.maximum(row, 0).to(tl.int64) * D + d
+        value = tl.load(at, mask=d < limit, other=0.0).to(tl.float32)
+        total = tl.where(d < limit, total + weight * value, total)
     return total
 
 

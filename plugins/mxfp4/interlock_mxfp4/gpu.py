@@ -1,0 +1,69 @@
+"""Experts on a GPU: the Triton kernels put together, and the ops that they fill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interlock.extension import ExpertLayer
+from interlock_mxfp4.experts import Backend
+from interlock_mxfp4.kernels import activation, experts, experts_mx, routing, tail
+from interlock_mxfp4.kernels.reference import Packed
+from interlock_mxfp4.tiles import pair
+
+
+def ops(dtype: torch.dtype) -> dict[tuple[str, str], Callable[..., Any]]:
+    """Kernels for the core's op table; a dtype that the matrix units do not take keeps torch's."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return {}
+    return {
+        ("finalize_experts", "cuda"): tail.finalize_experts,
+        ("finalize_norm", "cuda"): tail.finalize_norm,
+        ("linear_add", "cuda"): tail.linear_add,
+    }
+
+
+class TritonExperts(Backend):
+    """Sorts tokens by expert and runs both products from the packed weights."""
+
+    def __init__(self, layer: ExpertLayer, activations: str) -> None:
+        super().__init__(layer, activations)
+        count, size, inner = layer.num_experts, layer.size, self.inner
+        self._gate_up = _empty(count, 2 * inner, size, layer.device)
+        self._down = _empty(count, size, inner, layer.device)
+        self._mapped = count, layer.top, size, inner
+
+    def put(self, expert: int, gate_up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]) -> None:
+        for target, given in ((self._gate_up, gate_up), (self._down, down)):
+            target.codes[expert], target.scales[expert] = given
+
+    def run(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        count, top, size, inner = self._mapped
+        if not len(x):
+            return x.new_empty(0, size), torch.empty(ids.shape, dtype=torch.int32, device=x.device)
+        first, second = pair(top, len(x), count, size, inner, self.mxfp8)
+        route = routing.sort_tokens(ids, count, first.tokens)
+        beta, linear_beta = (*self.layer.activation[1:], None, None)[:2]
+        if self.mxfp8:
+            quantized = activation.quantize_mxfp8(x)
+            hidden = experts_mx.expert_gate_up_mx(
+                quantized, self._gate_up, route, first, beta, linear_beta
+            )
+            rows = experts_mx.expert_down_mx(hidden, self._down, route, second, x.dtype)
+        else:
+            values = experts.expert_gate_up(x, self._gate_up, route, first, beta, linear_beta)
+            rows = experts.expert_down(values, self._down, route, second)
+        return rows, route.row_map
+
+    def finalize(self, rows: Tensor, weights: Tensor, row_map: Tensor) -> Tensor:
+        return tail.finalize_experts(rows, weights, row_map)
+
+
+def _empty(count: int, rows: int, columns: int, device: torch.device) -> Packed:
+    return Packed(
+        torch.empty(count, rows, columns // 2, dtype=torch.uint8, device=device),
+        torch.empty(count, rows, columns // 32, dtype=torch.uint8, device=device),
+    )
