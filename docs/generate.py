@@ -17,6 +17,7 @@ from typing import Any
 import attrs
 
 from interlock import extension, hookspec
+from interlock.plugins import Plugins, discover
 from interlock.settings import CORE_SECTIONS
 
 DOCS = Path(__file__).resolve().parent
@@ -129,20 +130,26 @@ def object_entry(node: ast.ClassDef) -> str:
 def settings_page() -> str:
     parts = [
         "# Settings\n",
-        NOTE.format(source="core/interlock/settings.py"),
+        NOTE.format(source="core/interlock/settings.py or a plugin's"),
         "A value comes from its default, then a TOML file (`--config FILE.toml`), then its flag "
         "(`--block-size 32`), then `--set engine.block_size=32`; the last one wins. Every key that "
         "is given is applied or refused. `none` stands for no value. Plugins bring sections of "
         "their own, named like the plugin; `interlock plugins --plugins NAME` lists them.\n",
         f"```toml\n{EXAMPLE}```\n",
     ]
-    for name, kind in CORE_SECTIONS.items():
+    for name, kind in {**CORE_SECTIONS, **plugin_sections()}.items():
         parts.append(f"## {name}\n")
         parts.append("| setting | type | default | meaning |\n|---|---|---|---|")
         hints = typing.get_type_hints(kind)
         parts += [setting_row(name, field, hints[field.name]) for field in attrs.fields(kind)]
         parts.append("")
     return "\n".join(parts).rstrip() + "\n"
+
+
+def plugin_sections() -> dict[str, type[Any]]:
+    """Settings of the plugins that come with interlock itself."""
+    names = [info.name for info in discover() if info.distribution == "interlock"]
+    return Plugins.load(names).setting_types()
 
 
 def setting_row(section: str, field: Any, hint: Any) -> str:
@@ -162,6 +169,8 @@ def kind_text(hint: Any) -> str:
 def default_text(value: Any) -> str:
     if value in (None, ()):
         return "none"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -75,6 +75,9 @@ class FakeSession:
         count = float(len(self.calls)) if self.moving else 0.0
         return {name: {"calls_total": count} for name in self.plugins}
 
+    def resident_bytes(self) -> int:
+        return 5 << 20
+
     def totals(self) -> dict[str, float]:
         return {"plan_seconds_total": 1.0 * len(self.calls), "forward_seconds_total": 3.0}
 

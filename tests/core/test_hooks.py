@@ -17,9 +17,11 @@ from interlock.cli import main
 from interlock.cli.parser import parse
 from interlock.engine.engine import Engine
 from interlock.engine.outputs import StepStats
+from interlock.engine.request import Request, SamplingParams
 from interlock.errors import ConfigError, PluginError
-from interlock.extension import STATE_GRID, Match
+from interlock.extension import STATE_GRID, ExpertLayer, Match, UnfinalizedExperts
 from interlock.hookspec import hookimpl
+from interlock.layers.moe import DenseExperts
 from interlock.plugins import Plugins
 from interlock.settings import EngineSettings, Settings, load_settings, option
 from plugins_for_tests import Base, Bias, LookupDrafter, StrideLimit
@@ -36,6 +38,7 @@ from sim import (
     sim_engine,
     tokens_of,
 )
+from tinykimi import write_tiny_kimi
 from tinymodels import write_tiny_hf
 
 
@@ -248,6 +251,73 @@ def test_hook_linear_method(tiny):
 
     with pytest.raises(PluginError, match="'p0' and 'p1' both claim interlock_linear_method"):
         tiny_engine(tiny, Linears(), Rival())
+
+
+def test_hook_expert_method(tmp_path):
+    """Called once per layer with routed experts; None leaves it to the core; one owner."""
+    folder = str(write_tiny_kimi(tmp_path / "m"))
+    settings = Settings(engine=EngineSettings(model=folder, dtype="float64", max_model_len=64))
+    seen: list[ExpertLayer] = []
+
+    class Doubled:
+        """The core's experts, with the result left unfinalized and twice as large."""
+
+        def __init__(self, layer):
+            self.inner = DenseExperts(layer, ops.build(torch.device("cpu"), torch.float64, {}))
+            self.loaded: list[tuple] = []
+
+        def load(self, matrix):
+            self.loaded = [matrix(0, part).info.shape for part in ("w1", "w3", "w2")]
+            self.inner.load(matrix)
+
+        def apply(self, x, weights, ids):
+            rows = self.inner.apply(x, weights, ids)
+            names = torch.arange(len(x), dtype=torch.int32)[:, None]
+            return UnfinalizedExperts(rows, torch.full_like(weights[:, :1], 2.0), names)
+
+    class Experts(Base):
+        made: ClassVar[list] = []
+
+        @hookimpl
+        def interlock_expert_method(self, layer):
+            seen.append(layer)
+            self.made.append(Doubled(layer))
+            return None if ".layers.1." in layer.name else self.made[-1]
+
+    def tokens(**plugins):
+        engine = Engine(settings, plugins=Plugins.of(plugins))
+        engine.add(Request("r", [5, 6, 7, 8], SamplingParams(temperature=0.0, max_tokens=6)))
+        found: list[int] = []
+        while engine.has_work():
+            for output in engine.step():
+                assert output.error is None
+                found += output.token_ids
+        return found
+
+    # The norm behind the sum makes twice as large the same, but for its epsilon.
+    assert tokens(e=Experts()) == tokens()
+    assert [layer.name for layer in seen] == [
+        f"language_model.model.layers.{i}.block_sparse_moe.experts" for i in range(1, 6)
+    ]
+    first = seen[0]
+    assert (first.num_experts, first.top, first.size, first.inner) == (8, 3, 32, 96)
+    assert (first.activation, first.weight_format) == (("situ", 4.0, 25.0), "MXFP4")
+    assert first.unfinalized_capacity > 0
+    assert Experts.made[1].loaded == [(96, 32), (96, 32), (32, 96)]
+
+    class Rival(Experts):
+        pass
+
+    with pytest.raises(PluginError, match="'p' and 'q' both claim interlock_expert_method"):
+        tokens(p=Experts(), q=Rival())
+
+    class Wrong(Base):
+        @hookimpl
+        def interlock_expert_method(self, layer):
+            return object()
+
+    with pytest.raises(PluginError, match=r"'w': object has no method load\(\)"):
+        tokens(w=Wrong())
 
 
 def test_hook_fingerprint():

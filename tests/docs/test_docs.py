@@ -60,6 +60,7 @@ def test_every_hook_says_what_its_arguments_are_and_when_it_is_called(hook):
 def test_every_documented_hook_exists():
     assert sorted(re.findall(r"^### (interlock_\w+)\(", TEXT["hooks.md"], re.M)) == HOOKS
     known = {name.partition("(")[0] for name in HOOKS} | {"interlock_logit_bias"}
+    known |= {path.name for path in (ROOT / "plugins").glob("*/interlock_*")}
     for name, text in TEXT.items():
         for word in re.findall(r"\binterlock_[a-z_]+", text):
             allowed = word in known or name == "server.md" or word.endswith("_")
@@ -218,14 +219,14 @@ def test_every_page_is_reachable_from_the_index():
 
 def test_files_named_in_the_documentation_exist():
     for name, text in TEXT.items():
-        for path in re.findall(r"`((?:tests|core|docs)/[\w./-]+)`", text):
+        for path in re.findall(r"`((?:tests|core|docs|plugins)/[\w./-]+)`", text):
             assert (ROOT / path).exists(), f"{name}: {path}"
 
 
 def test_tests_named_in_the_documentation_exist():
     functions: dict[str, set[str]] = {}
     for name, text in TEXT.items():
-        for path, test in re.findall(r"`(tests/[\w./-]+\.py)::(\w+)`", text):
+        for path, test in re.findall(r"`((?:tests|plugins)/[\w./-]+\.py)::(\w+)`", text):
             if path not in functions:
                 tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
                 kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -238,7 +239,7 @@ def test_every_user_report_has_a_test_or_says_what_it_waits_for():
     rows = re.findall(r"^\| ([A-Z]{3,4}-\d\d) \|.*\| (.*) \|$", text, re.M)
     assert len(dict(rows)) == len(rows) == int(re.search(r"^(\d+) reports", text, re.M)[1])
     for report, cell in rows:
-        tests = re.findall(r"`tests/[\w./-]+\.py::test_\w+`", cell)
+        tests = re.findall(r"`(?:tests|plugins)/[\w./-]+\.py::test_\w+`", cell)
         waits = cell.startswith(("not yet: ", "waits for "))
         assert waits or ", ".join(tests) == cell != "", report
 
