@@ -17,7 +17,8 @@ def test_compressed_tensors_loads_what_was_quantized(tmp_path):
     source, target = write_tiny_hf(tmp_path / "m"), tmp_path / "q"
     assert main(["models", "quantize", str(source), str(target), "--scope", "linear"]) == 0
     # It dequantizes to bfloat16, which holds every value exactly.
-    model = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).float()
+    model = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    torch.nn.Module.float(model)
     ids = list(range(10, 42))
     with torch.no_grad():
         theirs = model(torch.tensor([ids])).logits[0]

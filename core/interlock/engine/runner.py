@@ -18,6 +18,7 @@ from interlock.extension import Geometry, check
 from interlock.parallel.group import SINGLE, TensorParallel
 from interlock.plugins import Plugins
 from interlock.settings import EngineSettings, Settings
+from interlock.weights.memory import return_freed
 
 if TYPE_CHECKING:
     from interlock.parallel.launch import Ranks
@@ -56,6 +57,7 @@ class ModelRunner:
         self.device = _device_of_rank(pick_device(engine.device), tp, local_ranks)
         self.dtype, self.dtype_reason = pick_dtype(engine.dtype, self.device)
         self.model = self._load(settings, plugins, progress)
+        return_freed()
         self.block_size = engine.block_size
         if progress is not None:
             progress("allocating the KV cache", 1.0)
