@@ -17,7 +17,7 @@ def test_choices_say_what_runs_and_why(dtype):
     assert set(choices) == set(ops.OPS)
     hybrid = {"causal_conv", "gated_norm", "residual_mix", "latent_store", "mla_attention"}
     hybrid |= {"situ_mul", "route", "run_experts", "kda_gate", "kda_recurrent", "kda_chunk"}
-    hybrid |= {"finalize_experts", "finalize_norm", "linear_add"}
+    hybrid |= {"finalize_experts", "latent_tail", "linear_add"}
     for name, text in choices.items():
         assert text.startswith("torch: no other" if name in hybrid else "numba on "), name
     assert ops.build(CPU, torch.float64, {}).choices["attention"] == "torch: no kernels for float64"

@@ -178,8 +178,8 @@ class MoE:
         ops, norm, tp = self._build.ops, self.norm, self._build.tp
         if isinstance(routed, UnfinalizedExperts):
             parts = (routed.rows, routed.weights, routed.row_map)
-            if norm is not None and tp.size == 1:
-                return ops.finalize_norm(*parts, norm.weight, norm.eps)
+            if norm is not None:
+                return ops.latent_tail(*parts, norm.weight, norm.eps, tp)
             routed = ops.finalize_experts(*parts)
         summed = tp.all_reduce(routed).to(dtype)
         return summed if norm is None else norm(summed)

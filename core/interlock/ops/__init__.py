@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 from torch import Tensor
 
 from interlock.errors import PluginError
-from interlock.ops import torch_ops
+from interlock.ops import experts, torch_ops
+
+if TYPE_CHECKING:
+    from interlock.parallel.group import TensorParallel
 
 OPS = tuple(torch_ops.OPS)
 
@@ -40,7 +44,7 @@ class OpTable:
     route: Callable[..., tuple[Tensor, Tensor]]
     run_experts: Callable[..., Tensor]
     finalize_experts: Callable[[Tensor, Tensor, Tensor], Tensor]
-    finalize_norm: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+    latent_tail: Callable[[Tensor, Tensor, Tensor, Tensor, float, TensorParallel], Tensor]
     linear_add: Callable[[Tensor, Tensor, Tensor], Tensor]
     choices: dict[str, str]
     """Which implementation of each op runs, and why."""
@@ -72,6 +76,9 @@ def build(
         if kind == device.type:
             ops[op] = function
             choices[op] = f"plugin ({getattr(function, '__module__', type(function).__module__)})"
+    if ops["latent_tail"] is experts.latent_tail:
+        # The norm behind an eager sum: both ways then give the same bits.
+        ops["latent_tail"] = functools.partial(experts.latent_tail, rms_norm=ops["rms_norm"])
     return OpTable(**ops, choices=choices, dtype=dtype)
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from interlock.ops.reference import rms_norm, wide
+
+if TYPE_CHECKING:
+    from interlock.parallel.group import TensorParallel
 
 
 def situ_mul(x: Tensor, beta: float, linear_beta: float | None) -> Tensor:
@@ -103,11 +109,22 @@ def finalize_experts(rows: Tensor, weights: Tensor, row_map: Tensor) -> Tensor:
     return out.index_add_(0, here // row_map.shape[1], taken)
 
 
-def finalize_norm(
-    rows: Tensor, weights: Tensor, row_map: Tensor, norm: Tensor, eps: float
+def latent_tail(
+    rows: Tensor,
+    weights: Tensor,
+    row_map: Tensor,
+    norm: Tensor,
+    eps: float,
+    tp: TensorParallel,
+    *,
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
 ) -> Tensor:
-    """RMS norm of what `finalize_experts` gives, rounded to the dtype of ``norm`` [D] before."""
-    return rms_norm(finalize_experts(rows, weights, row_map).to(norm.dtype), norm, eps)
+    """RMS norm of what `finalize_experts` gives, summed over the ranks: [T, D].
+
+    The sum is rounded once to the dtype of ``norm`` [D] before, as between two kernels.
+    """
+    summed = tp.all_reduce(finalize_experts(rows, weights, row_map))
+    return rms_norm(summed.to(norm.dtype), norm, eps)
 
 
 def linear_add(x: Tensor, weight: Tensor, addend: Tensor) -> Tensor:

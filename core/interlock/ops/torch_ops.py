@@ -113,6 +113,6 @@ OPS: dict[str, Any] = {
     "route": experts.route,
     "run_experts": experts.run_experts,
     "finalize_experts": experts.finalize_experts,
-    "finalize_norm": experts.finalize_norm,
+    "latent_tail": experts.latent_tail,
     "linear_add": experts.linear_add,
 }

@@ -47,10 +47,15 @@ class Mxfp4:
         self, device: torch.device, dtype: torch.dtype
     ) -> Mapping[tuple[str, str], Callable[..., Any]]:
         if device.type != "cuda":
+            if self._settings.tail == "fused":
+                raise ConfigError(
+                    f"mxfp4.tail: fused needs GPUs that map each other's memory, and the device is "
+                    f"{device.type}; leave it at collective"
+                )
             return {}
         from interlock_mxfp4.gpu import ops
 
-        return ops(dtype)
+        return ops(dtype, self._settings.tail == "fused")
 
     @hookimpl
     def interlock_linear_method(

@@ -136,6 +136,13 @@ def _others() -> list[Case]:
             {"TOP": TOP, "BD": 4096}, Tiles(1, 1, 1, warps=8), options=exact,
         ),
         Case(
+            "reduce_tail_kernel", few,
+            {**tail, "out": "*bf16", "buffers": "*i64", "signals": "*i64", "rank": "i32",
+             "call": "i32"},
+            {"WORLD": 8, "TOP": TOP, "BD": 4096, "SLOTS": 128, "PART": 0},
+            Tiles(1, 1, 1, warps=8), options=exact,
+        ),
+        Case(
             "quantize_kernel", everywhere,
             {"x": "*bf16", "out": "*u8", "scales": "*u8", "M": "i32", "K": "i32d16",
              "stride_x": "i32d16"},
@@ -172,9 +179,16 @@ def compile_case(case: Case, arch: int = ARCH) -> Entry:
 
 
 def _kernels() -> dict[str, Any]:
-    from interlock_mxfp4.kernels import activation, experts, experts_mx, routing, tail
+    from interlock_mxfp4.kernels import (
+        activation,
+        experts,
+        experts_mx,
+        reduce_tail,
+        routing,
+        tail,
+    )
 
-    modules = (activation, experts, experts_mx, routing, tail)
+    modules = (activation, experts, experts_mx, reduce_tail, routing, tail)
     return {name: item for module in modules for name, item in vars(module).items()}
 
 

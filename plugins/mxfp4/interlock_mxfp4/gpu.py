@@ -9,21 +9,83 @@ import torch
 from torch import Tensor
 
 from interlock.extension import ExpertLayer
+from interlock.ops.reference import rms_norm
+from interlock.parallel.group import TensorParallel
 from interlock_mxfp4.experts import Backend
-from interlock_mxfp4.kernels import activation, experts, experts_mx, routing, tail
+from interlock_mxfp4.kernels import activation, experts, experts_mx, reduce_tail, routing, tail
 from interlock_mxfp4.kernels.reference import Packed
 from interlock_mxfp4.tiles import pair
 
 
-def ops(dtype: torch.dtype) -> dict[tuple[str, str], Callable[..., Any]]:
+def ops(dtype: torch.dtype, fused: bool = False) -> dict[tuple[str, str], Callable[..., Any]]:
     """Kernels for the core's op table; a dtype that the matrix units do not take keeps torch's."""
     if dtype not in (torch.bfloat16, torch.float16):
         return {}
     return {
         ("finalize_experts", "cuda"): tail.finalize_experts,
-        ("finalize_norm", "cuda"): tail.finalize_norm,
+        ("latent_tail", "cuda"): LatentTail(fused),
         ("linear_add", "cuda"): tail.linear_add,
     }
+
+
+class LatentTail:
+    """The op `latent_tail`: one kernel for one rank, or with ``fused`` for several.
+
+    Otherwise, and for batches over the fused kernel's capacity, ranks' parts go through the
+    group's all-reduce. Shared memory is set up at the first batch that needs it, by all ranks.
+    """
+
+    def __init__(self, fused: bool) -> None:
+        self._fused = fused
+        self._shared: SharedMemory | None = None
+
+    def __call__(
+        self,
+        rows: Tensor,
+        weights: Tensor,
+        row_map: Tensor,
+        norm: Tensor,
+        eps: float,
+        tp: TensorParallel,
+    ) -> Tensor:
+        if tp.size == 1:
+            return tail.finalize_norm(rows, weights, row_map, norm, eps)
+        if not self._fused or len(row_map) > reduce_tail.CAPACITY:
+            summed = tp.all_reduce(tail.finalize_experts(rows, weights, row_map))
+            return rms_norm(summed.to(norm.dtype), norm, eps)
+        if self._shared is None:
+            self._shared = SharedMemory(tp, rows.shape[1], rows.device)
+        buffers, signals, call = self._shared.next_call()
+        return reduce_tail.reduce_tail(
+            rows, weights, row_map, norm, eps, buffers, signals, tp.rank, call
+        )
+
+
+class SharedMemory:
+    """Buffers and signals that every rank of the group maps (torch's symmetric memory)."""
+
+    def __init__(self, tp: TensorParallel, size: int, device: torch.device) -> None:
+        from torch.distributed import _symmetric_memory as symmetric
+        from torch.distributed import barrier, group
+
+        assert group.WORLD is not None, "several ranks have a group"
+
+        slots = reduce_tail.CAPACITY
+        self._kept = []
+        addresses = []
+        for count, dtype in ((2 * slots * size, torch.float32), (2 * tp.size * slots, torch.int32)):
+            memory = symmetric.empty(count, dtype=dtype, device=device).zero_()
+            handle = symmetric.rendezvous(memory, group.WORLD)
+            self._kept.append((memory, handle))
+            addresses.append(torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device))
+        self._buffers, self._signals = addresses
+        self._call = 0
+        # Nobody signals before everybody's signals are zero.
+        barrier()
+
+    def next_call(self) -> tuple[Tensor, Tensor, int]:
+        self._call += 1
+        return self._buffers, self._signals, self._call
 
 
 class TritonExperts(Backend):

@@ -36,6 +36,11 @@ class Mxfp4Settings:
     finalize: Literal["deferred", "eager"] = option(
         "deferred", "where routed experts' rows are weighted and summed: by their consumer, or here"
     )
+    tail: Literal["collective", "fused"] = option(
+        "collective",
+        "how ranks' unfinalized results are added: by a collective, or inside the tail's kernel "
+        "(GPUs that map each other's memory)",
+    )
     activations: Literal["bf16", "mxfp8"] = option(
         "bf16", "what the experts' products take: activations as they are, or in MXFP8"
     )

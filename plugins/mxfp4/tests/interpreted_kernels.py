@@ -13,7 +13,15 @@ import torch
 import triton_interpreter
 from interlock.ops.experts import run_experts
 from interlock.weights.packed_fp4 import decode, pack
-from interlock_mxfp4.kernels import activation, experts, experts_mx, reference, routing, tail
+from interlock_mxfp4.kernels import (
+    activation,
+    experts,
+    experts_mx,
+    reduce_tail,
+    reference,
+    routing,
+    tail,
+)
 from interlock_mxfp4.tiles import Tiles
 
 triton_interpreter.install()
@@ -259,6 +267,37 @@ def test_the_up_projection_adds_what_is_shared(dtype, tokens, size, outputs):
     found = tail.linear_add(x, weight, addend, WIDE, out=poisoned(tokens, outputs, dtype=dtype))
     exact = x.double() @ weight.double().T + addend.double()
     close(found, exact, BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(("ranks", "size"), [(1, 32), (2, 96), (8, 100)])
+def test_the_sum_over_ranks_is_everybody_s(dtype, ranks, size):
+    """Each rank publishes, then each adds: two calls, so that both slots are used, and a third."""
+    parts = torch.full((ranks, 2, reduce_tail.CAPACITY, size), NAN)
+    told = torch.zeros(ranks, 2, ranks, reduce_tail.CAPACITY, dtype=torch.int32)
+    addresses = [torch.tensor([each.data_ptr() for each in memory]) for memory in (parts, told)]
+    norm = (1 + 0.1 * draw(size, seed=5)).to(dtype)
+    for call in (1, 2, 3):
+        given = [left(dtype, size, seed=10 * call + rank) for rank in range(ranks)]
+        outs = [poisoned(11, size, dtype=dtype) for _ in range(ranks)]
+        for part in (reduce_tail.PUBLISH, reduce_tail.REDUCE):
+            for rank in range(ranks):
+                reduce_tail.reduce_tail(
+                    *given[rank], norm, 1e-5, *addresses, rank, call, out=outs[rank], part=part
+                )
+        close(outs[0], reference.reduce_tail(given, norm, 1e-5), BOUNDS[dtype])
+        for out in outs[1:]:
+            assert torch.equal(out, outs[0])
+        assert (told[:, call % 2, :, :11] == call).all()
+
+
+def test_more_tokens_than_can_wait_together_are_refused():
+    rows, weights, row_map = torch.zeros(1, 32), torch.zeros(200, 1), torch.zeros(200, 1).int()
+    nothing = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="200 tokens; all programs of a launch wait together"):
+        reduce_tail.reduce_tail(
+            rows, weights, row_map, torch.ones(32), 1e-5, nothing, nothing, 0, 1
+        )
 
 
 # -- decoding --------------------------------------------------------------------------------------

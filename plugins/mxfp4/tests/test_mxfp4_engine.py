@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from interlock.engine.engine import Engine
+from interlock.engine.request import Request, SamplingParams
 from interlock.errors import ConfigError, WeightsError
 from interlock.settings import load_settings
 from interlock_mxfp4 import Mxfp4
@@ -61,6 +62,23 @@ def test_greedy_tokens_are_those_of_the_bare_core(prompts, oracle, dtype, finali
     other = {"deferred": "eager", "eager": "deferred"}[finalize]
     assert counters[f"finalize_{finalize}_total"] == counters["calls_total"]
     assert counters[f"finalize_{other}_total"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_deferred_and_eager_give_the_same_bits(prompts, dtype):
+    """Log-probabilities of every prompt token, through all layers."""
+    found = []
+    for finalize in ("deferred", "eager"):
+        flags = {"engine.model": NANO, "engine.dtype": dtype, "engine.max_model_len": 256}
+        built = Engine(load_settings(["mxfp4"], flags=flags, sets=[f"mxfp4.finalize={finalize}"]))
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        built.add(Request("r", list(prompts[-1]), params))
+        outputs = []
+        while built.has_work():
+            outputs += built.step()
+        found.append([each.logprob for each in outputs[-1].prompt_logprobs[1:]])
+    assert len(found[0]) == len(prompts[-1]) - 1
+    assert found[0] == found[1]
 
 
 def test_deferral_is_active_before_any_step_shows_it(capsys):
@@ -179,6 +197,7 @@ def test_fingerprints_tell_quantized_caches_apart():
     [
         ("mxfp4.scope=attention", "mxfp4.scope: must be one of stored, experts, linear, all"),
         ("mxfp4.finalize=late", "mxfp4.finalize: must be one of deferred, eager"),
+        ("mxfp4.tail=fused", "mxfp4.tail: fused needs GPUs that map each other's memory"),
         ("mxfp4.ignore=(", "'ignore': '(' is no regular expression"),
         ("mxfp4.scop=all", "did you mean mxfp4.scope?"),
     ],
@@ -207,8 +226,6 @@ def test_a_rank_that_would_cut_a_group_is_refused():
 
 def test_requests_that_fail_or_leave_do_not_touch_others(prompts, oracle):
     built = engine(NANO, {"mxfp4": Mxfp4()})
-    from interlock.engine.request import Request
-
     for index, prompt in enumerate(prompts):
         built.add(Request(f"p{index}", list(prompt), greedy(COUNT)))
     for _ in range(3):

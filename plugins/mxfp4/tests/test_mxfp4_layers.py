@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from interlock.extension import ExpertLayer, ExpertMethod, LinearMethod, UnfinalizedExperts, check
 from interlock.layers.linear import RowKinds
 from interlock.ops import kernel_problem
-from interlock.ops.experts import finalize_experts, finalize_norm, run_experts
+from interlock.ops.experts import finalize_experts, latent_tail, run_experts
 from interlock.ops.reference import rms_norm, wide
+from interlock.parallel.group import SINGLE
 from interlock.weights.packed_fp4 import decode, pack
 from interlock.weights.source import TensorInfo, WeightTensor
 from interlock_mxfp4 import Mxfp4
@@ -340,7 +341,7 @@ def test_deferred_and_eager_are_the_same_numbers(dtype):
     assert torch.equal(finished(left), done)
     norm = (1 + 0.1 * draw(64, seed=8)).to(dtype)
     assert torch.equal(
-        finalize_norm(left.rows, left.weights, left.row_map, norm, 1e-5),
+        latent_tail(left.rows, left.weights, left.row_map, norm, 1e-5, SINGLE),
         rms_norm(done.to(dtype), norm, 1e-5),
     )
     assert (a.counts.deferred, a.counts.eager) == (1, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import attrs
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from interlock.ops.experts import finalize_experts, finalize_norm, linear_add, situ_mul
+from interlock.ops.experts import finalize_experts, latent_tail, linear_add, situ_mul
+from interlock.ops.reference import rms_norm
+from interlock.parallel.group import SINGLE
 from interlock.weights.packed_fp4 import decode
 from interlock.weights.quantization import GROUP
 
@@ -26,6 +29,7 @@ __all__ = [
     "linear_add",
     "padded_rows",
     "quantize_mxfp8",
+    "reduce_tail",
     "sort_tokens",
 ]
 LARGEST = 448.0
@@ -77,6 +81,21 @@ def sort_tokens(ids: Tensor, num_experts: int, block: int) -> Routing:
         rows = starts[expert] + torch.arange(len(pairs), device=ids.device)
         row_map[pairs], row_token[rows] = rows, pairs // ids.shape[1]
     return Routing(row_token.int(), row_map.int().view(ids.shape), starts.int())
+
+
+def finalize_norm(
+    rows: Tensor, weights: Tensor, row_map: Tensor, norm: Tensor, eps: float
+) -> Tensor:
+    """RMS norm of finalized rows, rounded to the dtype of ``norm`` before."""
+    return latent_tail(rows, weights, row_map, norm, eps, SINGLE)
+
+
+def reduce_tail(ranks: Sequence[tuple[Tensor, Tensor, Tensor]], norm: Tensor, eps: float) -> Tensor:
+    """RMS norm of the ranks' finalized (rows, weights, row_map), added in ascending order."""
+    total = finalize_experts(*ranks[0])
+    for rank in ranks[1:]:
+        total = total + finalize_experts(*rank)
+    return rms_norm(total.to(norm.dtype), norm, eps)
 
 
 def _per_expert(routing: Routing) -> list[tuple[int, slice]]:

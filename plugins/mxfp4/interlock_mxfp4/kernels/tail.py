@@ -103,7 +103,7 @@ def finalize_norm(
     eps: float,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `interlock.ops.experts.finalize_norm`, [T, D] in the dtype of ``norm``."""
+    """RMS norm of finalized rows, [T, D] in the dtype of ``norm``: see `reference`."""
     tokens, top = row_map.shape
     size = rows.shape[1]
     if out is None:
