@@ -62,7 +62,7 @@ def test_every_documented_hook_exists():
     known = {name.partition("(")[0] for name in HOOKS} | {"interlock_logit_bias"}
     known |= {path.name for path in (ROOT / "plugins").glob("*/interlock_*")}
     for name, text in TEXT.items():
-        for word in re.findall(r"\binterlock_[a-z_]+", text):
+        for word in re.findall(r"\binterlock_[a-z0-9_]+", text):
             allowed = word in known or name == "server.md" or word.endswith("_")
             assert allowed, f"{name}: {word}"
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hybridsim import StateCache
 from interlock.engine.engine import Engine
 from interlock.engine.request import Request, SamplingParams
 from interlock.errors import ConfigError, WeightsError
@@ -17,6 +18,7 @@ from interlock.settings import load_settings
 from interlock_mxfp4 import Mxfp4
 from k3nano.play import drain, engine, greedy, run
 from parallel.ranks import generate
+from plugins_for_tests import LookupDrafter
 from tinykimi import write_tiny_kimi
 from tinymodels import write_tiny_hf
 
@@ -250,3 +252,30 @@ def test_the_server_reports_what_ran():
         ]
         assert float(line.rpartition(" ")[2]) > 0
         assert json.loads(httpx.get(f"{server.url}/plugins", timeout=10).text)
+
+
+@pytest.mark.parametrize("company", [["cache"], ["draft"], ["cache", "draft"]])
+@pytest.mark.parametrize("first", [True, False])
+def test_beside_plugins_that_cache_states_and_draft(prompts, oracle, company, first):
+    """In either order, with memory that is short and prompts that repeat."""
+    drafter = LookupDrafter(slots=0)
+    drafter.propose = lambda requests: [right_then_wrong(r, prompts, oracle) for r in requests]
+    others = {"cache": StateCache(), "draft": drafter}
+    plugins = {name: others[name] for name in company}
+    plugin = {"mxfp4": Mxfp4()}
+    plugins = {**plugin, **plugins} if first else {**plugins, **plugin}
+    built = engine(NANO, plugins, num_blocks=40, num_states=24)
+    for _ in range(2):
+        assert run(built, prompts, COUNT) == oracle
+    counters = {report.name: report.counters for report in built.plugin_report()}
+    for name in plugins:
+        assert any(value for key, value in counters[name].items() if not key.endswith("_now")), name
+    assert counters["mxfp4"]["finalize_deferred_total"] > 0
+
+
+def right_then_wrong(request, prompts, oracle) -> list[int]:
+    known = next(
+        p + o for p, o in zip(prompts, oracle, strict=True) if p == request.prompt_token_ids
+    )
+    drafts = known[request.num_tokens : request.num_tokens + 3]
+    return [*drafts[:2], *((token + 1) % 4096 for token in drafts[2:])]
