@@ -178,46 +178,33 @@ def unpack_panel(
         loop.next = []
 
 
-_P1, _P2, _P3, _P4, _P6 = (_tile(m, False) for m in (1, 2, 3, 4, 6))
-_U1, _U2, _U3, _U4, _U6 = (_tile(m, True) for m in (1, 2, 3, 4, 6))
+def _rows_of(unpacked: bool) -> Any:
+    """One tile of ``m`` (1 to 6) rows by 64 outputs, put together from tiles of fixed heights."""
+    t1, t2, t3, t4, t6 = (_tile(m, unpacked) for m in (1, 2, 3, 4, 6))
+
+    @jit
+    def rows(
+        a: int, lda: int, w: int, s: int, groups: int, table: int, c: int, ldc: int, m: int,
+        kind: int,
+    ) -> None:  # fmt: skip
+        if m == 6:
+            t6(a, lda, w, s, groups, table, c, ldc, kind)
+            return
+        if m >= 4:
+            t4(a, lda, w, s, groups, table, c, ldc, kind)
+            a, c, m = a + 4 * lda, c + 4 * ldc, m - 4
+        if m == 3:
+            t3(a, lda, w, s, groups, table, c, ldc, kind)
+        elif m == 2:
+            t2(a, lda, w, s, groups, table, c, ldc, kind)
+        elif m == 1:
+            t1(a, lda, w, s, groups, table, c, ldc, kind)
+
+    return rows
 
 
-@jit
-def _packed_rows(
-    a: int, lda: int, w: int, s: int, groups: int, table: int, c: int, ldc: int, m: int, kind: int
-) -> None:
-    """One tile of ``m`` (1 to 6) rows by 64 outputs, elements looked up as they are needed."""
-    if m == 6:
-        _P6(a, lda, w, s, groups, table, c, ldc, kind)
-        return
-    if m >= 4:
-        _P4(a, lda, w, s, groups, table, c, ldc, kind)
-        a, c, m = a + 4 * lda, c + 4 * ldc, m - 4
-    if m == 3:
-        _P3(a, lda, w, s, groups, table, c, ldc, kind)
-    elif m == 2:
-        _P2(a, lda, w, s, groups, table, c, ldc, kind)
-    elif m == 1:
-        _P1(a, lda, w, s, groups, table, c, ldc, kind)
-
-
-@jit
-def _unpacked_rows(
-    a: int, lda: int, w: int, s: int, groups: int, table: int, c: int, ldc: int, m: int, kind: int
-) -> None:
-    """The same from the scratch panel ``s``."""
-    if m == 6:
-        _U6(a, lda, w, s, groups, table, c, ldc, kind)
-        return
-    if m >= 4:
-        _U4(a, lda, w, s, groups, table, c, ldc, kind)
-        a, c, m = a + 4 * lda, c + 4 * ldc, m - 4
-    if m == 3:
-        _U3(a, lda, w, s, groups, table, c, ldc, kind)
-    elif m == 2:
-        _U2(a, lda, w, s, groups, table, c, ldc, kind)
-    elif m == 1:
-        _U1(a, lda, w, s, groups, table, c, ldc, kind)
+_packed_rows = _rows_of(unpacked=False)
+_unpacked_rows = _rows_of(unpacked=True)
 
 
 def _product(stamp: int, kind: int) -> Callable[[int], None]:

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from interlock_mxfp4.kernels.fp4 import gated, unpack_tile
+from interlock_mxfp4.kernels.fp4 import gated, unpack_tile, weight_codes
 from interlock_mxfp4.kernels.reference import Packed, Routing
 from interlock_mxfp4.tiles import Tiles
 
@@ -26,16 +26,7 @@ def weight_tile(
     codes, scales, row, keep, k, K, ROWS: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr
 ):
     """Values [ROWS, BK] of weight rows ``row`` at inputs from ``k`` on; zero beyond K."""
-    byte = k // 2 + tl.arange(0, BK // 2)
-    group = k // 32 + tl.arange(0, BK // 32)
-    q = tl.load(
-        codes + row[:, None] * (K // 2) + byte[None, :],
-        mask=keep[:, None] & (byte[None, :] < K // 2), other=0,
-    )  # fmt: skip
-    s = tl.load(
-        scales + row[:, None] * (K // 32) + group[None, :],
-        mask=keep[:, None] & (group[None, :] < K // 32), other=127,
-    )  # fmt: skip
+    q, s = weight_codes(codes, scales, row, keep, k, K, BK)
     return unpack_tile(q, s, ROWS, BK, DTYPE)
 
 

@@ -9,25 +9,9 @@ import triton
 import triton.language as tl
 
 from interlock_mxfp4.kernels.experts import expert_of
-from interlock_mxfp4.kernels.fp4 import gated, mxfp8_scale, mxfp8_value
+from interlock_mxfp4.kernels.fp4 import gated, mxfp8_scale, mxfp8_value, weight_codes
 from interlock_mxfp4.kernels.reference import Packed, Routing
 from interlock_mxfp4.tiles import Tiles
-
-
-@triton.jit
-def weight_codes(codes, scales, row, keep, k, K, BK: tl.constexpr):
-    """Codes [ROWS, BK / 2] and scales [ROWS, BK / 32] as they are stored; zero beyond K."""
-    byte = k // 2 + tl.arange(0, BK // 2)
-    group = k // 32 + tl.arange(0, BK // 32)
-    q = tl.load(
-        codes + row[:, None] * (K // 2) + byte[None, :],
-        mask=keep[:, None] & (byte[None, :] < K // 2), other=0,
-    )  # fmt: skip
-    s = tl.load(
-        scales + row[:, None] * (K // 32) + group[None, :],
-        mask=keep[:, None] & (group[None, :] < K // 32), other=127,
-    )  # fmt: skip
-    return q, s
 
 
 @triton.jit

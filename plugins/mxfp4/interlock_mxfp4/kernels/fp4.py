@@ -25,6 +25,22 @@ def e8m0_value(scale):
 
 
 @triton.jit
+def weight_codes(codes, scales, row, keep, k, K, BK: tl.constexpr):
+    """Codes [ROWS, BK / 2] and scales [ROWS, BK / 32] as they are stored; zero beyond K."""
+    byte = k // 2 + tl.arange(0, BK // 2)
+    group = k // 32 + tl.arange(0, BK // 32)
+    q = tl.load(
+        codes + row[:, None] * (K // 2) + byte[None, :],
+        mask=keep[:, None] & (byte[None, :] < K // 2), other=0,
+    )  # fmt: skip
+    s = tl.load(
+        scales + row[:, None] * (K // 32) + group[None, :],
+        mask=keep[:, None] & (group[None, :] < K // 32), other=127,
+    )  # fmt: skip
+    return q, s
+
+
+@triton.jit
 def unpack_tile(codes, scales, ROWS: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr):
     """Codes [ROWS, BK / 2] and scales [ROWS, BK / 32] to values [ROWS, BK] of DTYPE."""
     pairs = tl.join(e2m1_value(codes & 15), e2m1_value(codes >> 4))
