@@ -249,6 +249,17 @@ def interlock_logits_processor(engine: Engine) -> LogitsProcessor | None:
 
 
 @hookspec
+def interlock_check_options(request: Request, options: Any) -> None:
+    """A request brings options for this plugin. Refuse by RequestError what cannot be honoured.
+
+    :param request: about to be queued; its other fields have been checked.
+    :param options: what the request's ``plugins`` has under the plugin's name.
+
+    **Called**: cold, once per request that has such options, when it is added.
+    """
+
+
+@hookspec
 def interlock_counters(engine: Engine) -> Mapping[str, float]:
     """Counters that prove that the plugin runs, by name (``hits_total``, ``bytes``, …).
 

@@ -170,6 +170,18 @@ class Plugins:
                 answers.append((plugin, answer))
         return answers
 
+    def check_options(self, request: Any) -> None:
+        """Let plugins look at what a request asks of them; one that asks for nothing costs nothing.
+
+        Raises RequestError naming the option.
+        """
+        if not request.extras:
+            return
+        for plugin, function, names in self.implementations("interlock_check_options"):
+            if plugin in request.extras:
+                given = {"request": request, "options": request.extras[plugin]}
+                _call(plugin, "interlock_check_options", function, [given[n] for n in names])
+
     def close(self, engine: Any) -> None:
         """Let every plugin close what it has opened, whatever the others do."""
         for plugin, function, names in self.implementations("interlock_close"):

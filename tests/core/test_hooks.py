@@ -18,7 +18,7 @@ from interlock.cli.parser import parse
 from interlock.engine.engine import Engine
 from interlock.engine.outputs import StepStats
 from interlock.engine.request import Request, SamplingParams
-from interlock.errors import ConfigError, PluginError
+from interlock.errors import ConfigError, PluginError, RequestError
 from interlock.extension import STATE_GRID, ExpertLayer, Match, UnfinalizedExperts
 from interlock.hookspec import hookimpl
 from interlock.layers.moe import DenseExperts
@@ -547,6 +547,30 @@ def test_hook_logits_processor():
     assert "no such grammar" in outputs["bad"][-1].error
     assert "plugin 'breaks', LogitsProcessor.apply" in outputs["bad"][-1].error
     assert first.counts["rows_total"] == second.counts["rows_total"] >= 4
+
+
+def test_hook_check_options():
+    """Called once per request that has options for the plugin; refuses that request alone."""
+
+    class Checks(Base):
+        @hookimpl
+        def interlock_check_options(self, request, options):
+            self.counts[request.id] += 1
+            if options != {"good": 1}:
+                raise RequestError("plugins.mine: only good is known", param="plugins.mine")
+
+    mine, other = Checks(), Checks()
+    engine = sim_engine(plugins={"mine": mine, "other": other})
+    for name, extras in (("a", {"mine": {"good": 1}}), ("b", {}), ("c", {"cache_salt": "x"})):
+        asked = request(name, [1, 2, 3], greedy(2))
+        asked.extras = extras
+        engine.add(asked)
+    bad = request("d", [1, 2, 3], greedy(2))
+    bad.extras = {"mine": {"bad": 1}}
+    with pytest.raises(RequestError, match="only good is known"):
+        engine.add(bad)
+    assert set(run(engine)) == {"a", "b", "c"}
+    assert (dict(mine.counts), dict(other.counts)) == ({"a": 1, "d": 1}, {})
 
 
 def test_hook_counters():

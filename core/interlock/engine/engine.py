@@ -85,6 +85,7 @@ class Engine:
         vocab_size = self.runner.geometry.vocab_size
         request.params.validate(vocab_size)
         check_token_ids("prompt", request.prompt_token_ids, vocab_size)
+        self.plugins.check_options(request)
         self._set_deadline(request)
         if self.tokenizer is not None:
             request.text = self._text_stream(request, self.tokenizer)
