@@ -6,13 +6,15 @@ Imports no torch: the command line loads this module to learn the settings.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from interlock.hookspec import hookimpl
 from interlock_prefix_cache.settings import PrefixCacheSettings
 
 if TYPE_CHECKING:
+    import torch
+
     from interlock.engine.engine import Engine
     from interlock.engine.request import Request
     from interlock_prefix_cache.source import Cache, Spans
@@ -36,6 +38,19 @@ class PrefixCache:
     @hookimpl
     def interlock_configure(self, section: PrefixCacheSettings | None) -> None:
         self._settings = section or PrefixCacheSettings()
+
+    @hookimpl
+    def interlock_kernels(
+        self, device: torch.device, dtype: torch.dtype
+    ) -> Mapping[tuple[str, str], Callable[..., Any]]:
+        """On GPUs the prefill that exports states in its pass; float64 keeps the core's."""
+        import torch
+
+        if device.type != "cuda" or dtype == torch.float64:
+            return {}
+        from interlock_prefix_cache.kernels.prefill import kda_chunk
+
+        return {("kda_chunk", "cuda"): kda_chunk}
 
     @hookimpl
     def interlock_check_options(self, options: Any) -> None:

@@ -1,0 +1,1 @@
+"""The plugin's Triton kernel: KDA prefill that leaves states behind on its way."""
