@@ -179,11 +179,14 @@ class Cache:
     # -- publishing: only what was accepted ----------------------------------------------------
 
     def committed(self, spans: Spans) -> None:
-        for request, _, stop in spans:
-            exports = self._exported.pop(request.id, [])
-            if not takes_part(request):
+        size = self._size
+        for request, start, stop in spans:
+            exports = self._exported.pop(request.id, []) if self._exported else []
+            # A decode step inside a block, which most are, has nothing to tell.
+            inside = start // size == stop // size and start >= request.prefill_target
+            if (inside and not request.finished) or not takes_part(request):
                 continue
-            if stop // self._size > self._chain(request).published or request.finished:
+            if stop // size > self._chain(request).published or request.finished:
                 self._publish_blocks(request, stop)
             for position, slot in exports:
                 self._publish_state(request, position, slot)
