@@ -87,6 +87,9 @@ class ServerSettings:
     )
     stall_timeout_s: float = option(30.0, "without progress for this long is not ready", v.gt(0))
     metrics_without_key: bool = option(False, "serve /metrics without a key")
+    salt_by_key: bool = option(
+        False, "requests with different API keys share nothing that is cached"
+    )
     http_workers: int = option(1, "HTTP processes", v.ge(1))
 
 

@@ -16,6 +16,7 @@ from sanic.response import empty, raw
 
 from interlock.errors import EngineDeadError, RequestError
 from interlock.server import errors, routes_openai, routes_ops
+from interlock.server.auth import offered_key
 from interlock.server.body import drain
 from interlock.server.state import ServerState
 
@@ -100,10 +101,9 @@ async def _check_key(request: HTTPRequest) -> None:
 
 
 def _has_key(request: HTTPRequest, keys: Iterable[str]) -> bool:
-    scheme, _, given = (request.headers.getone("authorization", "") or "").partition(" ")
-    if scheme.lower() != "bearer":
+    offered = offered_key(request)
+    if offered is None:
         return False
-    offered = given.strip().encode("utf-8", "surrogateescape")
     # Every key is compared in constant time, and all of them: no early exit tells which matched.
     return sum(hmac.compare_digest(offered, key.encode()) for key in keys) > 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from sanic.response import raw
 from interlock.errors import RequestError
 from interlock.server import fields, jobs, protocol
 from interlock.server.answers import Answer
+from interlock.server.auth import offered_key
 from interlock.server.body import read_json
 from interlock.server.frontend import Frontend
 from interlock.server.jobs import Job
@@ -36,6 +38,7 @@ async def completions(request: HTTPRequest) -> HTTPResponse | None:
     protocol.adopt_request_id(body, request.headers.get("x-request-id"))
     frontend = _frontend(state, body.model)
     job = await jobs.completion_job(body, state.settings, frontend, _arrival(request))
+    _separate(request, state, job)
     return await _run(request, state, frontend, job)
 
 
@@ -44,7 +47,17 @@ async def chat_completions(request: HTTPRequest) -> HTTPResponse | None:
     protocol.adopt_request_id(body, request.headers.get("x-request-id"))
     frontend = _frontend(state, body.model)
     job = await jobs.chat_job(body, state.settings, frontend, _arrival(request))
+    _separate(request, state, job)
     return await _run(request, state, frontend, job)
+
+
+def _separate(request: HTTPRequest, state: ServerState, job: Job) -> None:
+    """Put the key into the cache's salt: a tenant's own salt separates within its key."""
+    if not state.settings.server.salt_by_key:
+        return
+    digest = hashlib.sha256(offered_key(request) or b"").hexdigest()[:32]
+    salt = job.submit.extras.get("cache_salt")
+    job.submit.extras["cache_salt"] = digest if salt is None else f"{digest}:{salt}"
 
 
 async def models(request: HTTPRequest) -> HTTPResponse:

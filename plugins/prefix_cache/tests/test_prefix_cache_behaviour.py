@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -286,6 +287,33 @@ def test_random_requests_over_a_tree_of_prefixes(choices, kind):
         longest = max((shared(prompt, each) for each in seen), default=0)
         assert cached <= min(longest, len(prompt) - 1)
         seen.append(bench.answer(prompt, 1 + choice % 4))
+
+
+@pytest.mark.parametrize("kind", ["plain", "hybrid"])
+def test_a_thousand_requests_over_a_small_tree(kind):
+    """Twice over, for both kinds: right tokens, and hits just where a model of the cache allows.
+
+    The model knows no blocks: a plain prompt can hit what it has in common with any former
+    sequence, a hybrid one at most that. With memory for everything a plain one hits exactly that.
+    """
+    random, roomy = Random(7), Bench(kind, blocks=4000, states=400)
+    tight = Bench(kind, blocks=48, states=9)
+    seen: list[list[int]] = []
+    asked = hit = 0
+    for _ in range(500):
+        stem = prompt_of(4 * random.randrange(1, 9), seed=random.randrange(3))
+        prompt = [*stem, *prompt_of(random.randrange(1, 14), seed=random.randrange(9))]
+        count = random.randrange(1, 5)
+        most = min(max((shared(prompt, each) for each in seen), default=0), len(prompt) - 1)
+        found = roomy.ask(prompt, count)
+        assert found <= most
+        if kind == "plain":
+            assert found == most
+        assert tight.ask(prompt, count) <= most
+        asked, hit = asked + len(prompt), hit + found
+        # The newest token of a sequence was chosen, not computed.
+        seen.append(roomy.answer(prompt, count)[:-1])
+    assert hit / asked > {"plain": 0.5, "hybrid": 0.1}[kind]
 
 
 def shared(a, b) -> int:

@@ -145,6 +145,25 @@ def test_served_with_salts_and_cached_token_counts():
         assert "Traceback" not in server.log
 
 
+def test_keys_can_be_kept_apart():
+    """`server.salt_by_key`: what one key's requests have cached is no other's hit."""
+    settings = {"server__api_key": "one,two", "server__salt_by_key": True}
+    with serving(NANO, real=True, plugins="prefix_cache", **settings) as server:
+
+        def cached(key: str, **fields) -> int:
+            body = {"model": NANO, "prompt": list(range(300, 340)), "max_tokens": 2, **fields}
+            answer = httpx.post(
+                f"{server.url}/v1/completions", json=body, timeout=60,
+                headers={"authorization": f"Bearer {key}"},
+            )  # fmt: skip
+            return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        assert [cached(key) for key in ("one", "two", "one", "two")] == [0, 0, 32, 32]
+        assert cached("one", cache_salt="s") == 0
+        assert cached("two", cache_salt="s") == 0
+        assert cached("one", cache_salt="s") == 32
+
+
 def test_beside_a_drafter_that_is_partly_right(prompts, oracle):
     from interlock.plugins import Plugins
     from interlock.settings import EngineSettings, Settings
