@@ -166,11 +166,13 @@ class Cache:
         return self.index.has_state(self._name(request, blocks), tail)
 
     def clip(self, request: Request, start: int, end: int) -> int:
-        """The old way: the prompt's last block boundary ends a row; its state is then at hand."""
-        target = request.prefill_target
-        if self._settings.checkpoints != "split" or not self._hybrid or end < target:
+        """The old way: the junction and the last block boundary end rows, whose states are kept."""
+        if self._settings.checkpoints != "split" or not self._hybrid:
             return end
-        return end if start >= target else cut(start, end, target, self._size)
+        junction, target = self._chain(request).junction, request.prefill_target
+        if start < junction < end:
+            return junction
+        return cut(start, end, target, self._size) if start < target <= end else end
 
     def _abandon(self, request: Request) -> None:
         for _, slot in self._exported.pop(request.id, ()):

@@ -121,13 +121,14 @@ def test_a_block_is_shared_in_part_and_copied():
     assert bench.ask([5, 6, 7, 8, 9, 10, 11, 12, 13]) == 8
 
 
-def test_a_second_sharer_gets_a_state_at_the_junction():
+@pytest.mark.parametrize(("mode", "cached"), [("internal", 32), ("split", 40)])
+def test_a_second_sharer_gets_a_state_at_the_junction(mode, cached):
     """The first lookup finds blocks without a state there; it leaves one for the next."""
-    bench = Bench("hybrid")
+    bench = Bench("hybrid", checkpoints=mode)
     common = prompt_of(40)
     bench.ask([*common, *prompt_of(30, seed=3)])
     assert bench.ask([*common, *prompt_of(30, seed=4)]) == 0
-    assert bench.ask([*common, *prompt_of(30, seed=6)]) == 32
+    assert bench.ask([*common, *prompt_of(30, seed=6)]) == cached
 
 
 @pytest.mark.parametrize("interval", [16, 32])
