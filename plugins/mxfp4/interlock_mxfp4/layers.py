@@ -149,9 +149,10 @@ class Loss:
         """One line on stderr: the error relative to the weights, and the largest one."""
         if not self.count:
             return
+        what = "1 matrix" if self.count == 1 else f"{self.count} matrices"
         relative = (self.error / max(self.size, 1e-300)) ** 0.5
         print(
-            f"mxfp4: {self.name}: {self.count} matrices quantized from "
+            f"mxfp4: {self.name}: {what} quantized from "
             f"{'+'.join(sorted(self.formats))}, relative error {100 * relative:.2f} %, largest "
             f"{self.largest:.4g}",
             file=sys.stderr,

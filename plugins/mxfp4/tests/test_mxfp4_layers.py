@@ -175,7 +175,7 @@ def test_quantizing_reports_the_error_of_every_weight(capsys):
     values = decode(*pack(weight), torch.float32)
     relative = float((weight - values).norm() / weight.norm())
     assert line == (
-        f"mxfp4: w.weight: 1 matrices quantized from BF16, relative error {100 * relative:.2f} %, "
+        f"mxfp4: w.weight: 1 matrix quantized from BF16, relative error {100 * relative:.2f} %, "
         f"largest {float((weight - values).abs().max()):.4g}"
     )
 

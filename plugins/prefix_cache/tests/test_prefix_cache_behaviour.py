@@ -13,29 +13,12 @@ from hypothesis import strategies as st
 from hybridsim import HybridRunner
 from interlock.errors import RequestError
 from interlock.extension import STATE_GRID
-from interlock.hookspec import hookimpl
-from interlock_prefix_cache import PrefixCache, PrefixCacheSettings
 from interlock_prefix_cache.boundaries import MOST, cut, exportable, on_grid, wanted
 from interlock_prefix_cache.hashing import Chain, child, root
+from prefixcaching import Configured
 from sim import SimRunner, expected_tokens, greedy, request, run, sim_engine, tokens_of
 
 BLOCK = 4
-
-
-class Configured(PrefixCache):
-    def __init__(self, **options) -> None:
-        super().__init__()
-        self._options = PrefixCacheSettings(**options)
-
-    @hookimpl
-    def interlock_configure(self, section):
-        super().interlock_configure(section or self._options)
-
-    def held(self):
-        return self.cache.held()
-
-    def held_states(self):
-        return self.cache.held_states()
 
 
 class Bench:

@@ -9,11 +9,10 @@ import pytest
 
 from compose import BLOCK, play
 from hybridsim import HybridRemote, HybridRunner
-from interlock.hookspec import hookimpl
-from interlock_prefix_cache import PrefixCache, PrefixCacheSettings
 from interlock_prefix_cache.index import Index
 from interlock_prefix_cache.source import Cache
 from plugins_for_tests import LookupDrafter, RemoteSource, StrideLimit
+from prefixcaching import Configured
 from sim import SimRunner
 
 OTHERS: dict[str, Callable] = {
@@ -28,28 +27,6 @@ LONG = {"most": 12, "max_num_batched_tokens": 40}
 MODES = ("internal", "split", "off")
 
 
-class Checked(PrefixCache):
-    """The plugin, configured, as the harness looks into it."""
-
-    def __init__(self, **options) -> None:
-        super().__init__()
-        self._options = PrefixCacheSettings(**options)
-
-    @hookimpl
-    def interlock_configure(self, section):
-        super().interlock_configure(section or self._options)
-
-    def held(self):
-        return self.cache.held()
-
-    def held_states(self):
-        return self.cache.held_states()
-
-    @property
-    def counts(self):
-        return self.cache.counts
-
-
 def runner_of(kind: str, size: tuple[int, int]):
     return SimRunner(size[0], BLOCK) if kind == "plain" else HybridRunner(size[0], BLOCK, size[1])
 
@@ -62,7 +39,7 @@ def test_every_subset_gives_the_tokens_of_a_solo_run(names, size, kind, mode):
     exported = 0
     for seed in range(4):
         runner = runner_of(kind, size)
-        cache = Checked(checkpoints=mode)
+        cache = Configured(checkpoints=mode)
         plugins = {"cache": cache, **{name: OTHERS[name](runner) for name in names}}
         play(plugins, runner, seed, **LONG)
         for name in totals:
@@ -77,7 +54,7 @@ def test_every_subset_gives_the_tokens_of_a_solo_run(names, size, kind, mode):
 @pytest.mark.parametrize("order", list(itertools.permutations(("cache", *OTHERS))), ids="+".join)
 def test_order_changes_no_token(order, kind):
     runner = runner_of(kind, (20, 6))
-    makers = {"cache": lambda _: Checked(interval=16), **OTHERS}
+    makers = {"cache": lambda _: Configured(interval=16), **OTHERS}
     play({name: makers[name](runner) for name in order}, runner, 17, **LONG)
 
 
@@ -183,5 +160,5 @@ def test_mutants_are_found(kind, mutant, monkeypatch):
         for seed in range(25):
             for size in ((18, 8), (64, 4), (96, 24)):
                 runner = runner_of(kind, size)
-                plugins = {"cache": Checked(), "draft": LookupDrafter()}
+                plugins = {"cache": Configured(), "draft": LookupDrafter()}
                 play(plugins, runner, seed, **LONG)
