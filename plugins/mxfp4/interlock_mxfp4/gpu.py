@@ -13,8 +13,8 @@ from interlock.ops.reference import rms_norm
 from interlock.parallel.group import TensorParallel
 from interlock_mxfp4.experts import Backend
 from interlock_mxfp4.kernels import activation, experts, experts_mx, reduce_tail, routing, tail
-from interlock_mxfp4.kernels.reference import Packed
-from interlock_mxfp4.tiles import pair
+from interlock_mxfp4.kernels.reference import Packed, Routing
+from interlock_mxfp4.tiles import Shape, bucket, choose, pair
 
 
 def ops(dtype: torch.dtype, fused: bool = False) -> dict[tuple[str, str], Callable[..., Any]]:
@@ -122,6 +122,23 @@ class TritonExperts(Backend):
 
     def finalize(self, rows: Tensor, weights: Tensor, row_map: Tensor) -> Tensor:
         return tail.finalize_experts(rows, weights, row_map)
+
+
+def packed_linear(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
+    """``x @ W^T + bias`` [T, N] of one packed matrix: the experts' second product with one expert.
+
+    Tokens are padded to whole tiles, which that kernel takes an expert's rows to be.
+    """
+    _, outputs, _ = weight.codes.shape
+    count, size = x.shape
+    if not count:
+        return x.new_empty(0, outputs)
+    tiles = choose(Shape("down", bucket(count), 1, 1, outputs, size))
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -count % tiles.tokens))
+    starts = torch.tensor([0, len(padded)], dtype=torch.int32, device=x.device)
+    nobody = starts[:0]
+    rows = experts.expert_down(padded, weight, Routing(nobody, nobody, starts), tiles)[:count]
+    return rows if bias is None else rows + bias
 
 
 def _empty(count: int, rows: int, columns: int, device: torch.device) -> Packed:

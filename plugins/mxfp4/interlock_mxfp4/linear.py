@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from interlock.weights.packed_fp4 import decode
 from interlock.weights.source import WeightTensor
+from interlock_mxfp4.kernels.reference import Packed
 from interlock_mxfp4.layers import Counts, Loss, packed_of
 
 
 class PackedLinear:
     """``x W^T + b`` from MXFP4 codes and scales. Satisfies `interlock.extension.LinearMethod`.
 
-    ``path`` is ``cpu`` for the packed kernel of `interlock_mxfp4.cpu`; otherwise the weight is
-    unpacked for every product: right anywhere, and as small, but slow.
+    ``path`` is ``cpu`` for the packed kernel of `interlock_mxfp4.cpu`, ``triton`` for a GPU's;
+    otherwise the weight is unpacked for every product: right anywhere, and as small, but slow.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class PackedLinear:
             if bias is not None:
                 self._bias = pack_bias(bias)
         else:
-            self._codes, self._scale = codes.to(self._device), scale.to(self._device)
+            self._packed = Packed(codes.to(self._device)[None], scale.to(self._device)[None])
 
     def apply(self, x: Tensor) -> Tensor:
         """``x`` [T, K] to [T, N]."""
@@ -56,4 +56,8 @@ class PackedLinear:
         if self._path == "cpu":
             segments = self._kernels.whole(len(x))
             return self._kernels.product(x, self._weight, segments, self._columns, self._bias)
-        return linear(x, decode(self._codes, self._scale, x.dtype), self._bias)
+        if self._path == "triton":
+            from interlock_mxfp4.gpu import packed_linear
+
+            return packed_linear(x, self._packed, self._bias)
+        return linear(x, self._packed.dense(0, x.dtype), self._bias)

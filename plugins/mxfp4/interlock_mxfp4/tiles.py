@@ -160,7 +160,7 @@ def pair(
     top: int, tokens: int, experts: int, size: int, inner: int, mxfp8: bool
 ) -> tuple[Tiles, Tiles]:
     """Tiles of both products of a batch; they share the tile of tokens, as rows are sorted once."""
-    tokens = _bucket(tokens)
+    tokens = bucket(tokens)
     suffix = "_mx" if mxfp8 else ""
     shapes = [
         Shape(f"gate_up{suffix}", tokens, top, experts, inner, size),  # type: ignore[arg-type]
@@ -184,7 +184,7 @@ def _modelled_pair(gate_up: Shape, down: Shape) -> tuple[Tiles, Tiles]:
     return min(both, key=lambda tiles: seconds(gate_up, tiles[0]) + seconds(down, tiles[1]))
 
 
-def _bucket(tokens: int) -> int:
+def bucket(tokens: int) -> int:
     """Numbers of tokens up to the same power of two have the same tiles, compiled once."""
     return 1 << max(0, tokens - 1).bit_length()
 

@@ -352,6 +352,20 @@ def test_the_backend_s_rows_are_the_cpu_s(activations, tokens):
         close(*outs, 3e-6 if activations == "bf16" else 2e-2)
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 16, 17, 40])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_linear_layer_is_the_product_of_one_expert(tokens, with_bias):
+    from interlock_mxfp4.gpu import packed_linear
+
+    weight, x = packed(1, 70, 96), draw(tokens, 96)
+    bias = draw(70, seed=3) if with_bias else None
+    found = packed_linear(x, weight, bias)
+    exact = torch.nn.functional.linear(x.double(), weight.dense(0, torch.float64))
+    assert found.shape == (tokens, 70)
+    if tokens:
+        close(found, exact if bias is None else exact + bias, 2e-6)
+
+
 @pytest.mark.parametrize("kind", ["gate_up", "down", "gate_up_mx", "down_mx"])
 def test_the_tuner_s_problems_run(kind):
     from interlock_mxfp4.tiles import Shape
