@@ -84,7 +84,8 @@ class SharedMemory:
         barrier()
 
     def next_call(self) -> tuple[Tensor, Tensor, int]:
-        self._call += 1
+        # Within int32 for ever; an even period keeps the two slots in turn.
+        self._call = self._call % 2**30 + 1
         return self._buffers, self._signals, self._call
 
 
