@@ -118,12 +118,13 @@ def latent_tail(
     tp: TensorParallel,
     *,
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
+    finalize: Callable[[Tensor, Tensor, Tensor], Tensor] = finalize_experts,
 ) -> Tensor:
     """RMS norm of what `finalize_experts` gives, summed over the ranks: [T, D].
 
     The sum is rounded once to the dtype of ``norm`` [D] before, as between two kernels.
     """
-    summed = tp.all_reduce(finalize_experts(rows, weights, row_map))
+    summed = tp.all_reduce(finalize(rows, weights, row_map))
     return rms_norm(summed.to(norm.dtype), norm, eps)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class TensorInfo:
     """What is known of a tensor without reading it.
 
-    ``format`` is a safetensors dtype (``F32``, ``BF16``, …) a GGUF block format (``Q4_1``, …), or
+    ``format`` is a safetensors dtype (``F32``, ``BF16``, …), a GGUF block format (``Q4_1``, …), or
     ``MXFP4`` in any container.
     """
 

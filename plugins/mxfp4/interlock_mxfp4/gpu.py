@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from interlock.extension import ExpertLayer
-from interlock.ops.reference import rms_norm
+from interlock.ops.experts import latent_tail
 from interlock.parallel.group import TensorParallel
 from interlock_mxfp4.experts import Backend
 from interlock_mxfp4.kernels import activation, experts, experts_mx, reduce_tail, routing, tail
@@ -51,8 +51,8 @@ class LatentTail:
         if tp.size == 1:
             return tail.finalize_norm(rows, weights, row_map, norm, eps)
         if not self._fused or len(row_map) > reduce_tail.CAPACITY:
-            summed = tp.all_reduce(tail.finalize_experts(rows, weights, row_map))
-            return rms_norm(summed.to(norm.dtype), norm, eps)
+            given = (rows, weights, row_map, norm, eps, tp)
+            return latent_tail(*given, finalize=tail.finalize_experts)
         if self._shared is None:
             self._shared = SharedMemory(tp, rows.shape[1], rows.device)
         buffers, signals, call = self._shared.next_call()

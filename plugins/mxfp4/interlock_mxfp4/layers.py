@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from interlock.errors import WeightsError
+from interlock.errors import ConfigError, WeightsError
 from interlock.extension import ExpertLayer, ExpertMethod, LinearMethod
 from interlock.weights.packed_fp4 import FORMAT, decode, pack
 from interlock.weights.quantization import GROUP
@@ -67,6 +67,11 @@ class Layers:
                 "not quantized"
             )
             return None
+        if self.settings.tail == "fused" and not layer.inner:
+            raise ConfigError(
+                "mxfp4.tail: fused needs a part of every expert on every rank, and there are more "
+                "ranks than groups of 32; leave it at collective"
+            )
         from interlock_mxfp4.experts import PackedExperts
 
         path, why = path_of(layer.dtype, layer.device)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from interlock.errors import ConfigError
 from interlock.extension import ExpertLayer, ExpertMethod, LinearMethod, UnfinalizedExperts, check
 from interlock.layers.linear import RowKinds
 from interlock.ops import kernel_problem
@@ -390,6 +391,13 @@ def test_one_expert_may_take_all_tokens():
 def test_tokens_whose_size_fills_no_groups_are_left_to_the_core(capsys):
     assert layers(scope="all").experts(layer(size=40, weight_format="BF16")) is None
     assert "40 numbers are no multiple of 32; not quantized" in capsys.readouterr().err
+
+
+def test_a_rank_without_a_part_cannot_fuse_its_tail():
+    """It would wait for nobody while the others wait for it."""
+    assert layers().experts(layer(inner=0)) is not None
+    with pytest.raises(ConfigError, match=r"mxfp4.tail: fused needs a part of every expert"):
+        layers(tail="fused").experts(layer(inner=0))
 
 
 def test_settings_that_cannot_be():
