@@ -127,10 +127,6 @@ def forgets_its_references(monkeypatch):
     monkeypatch.setattr(Index, "add_block", add)
 
 
-def evicts_parents_first(monkeypatch):
-    monkeypatch.setattr(Index, "_is_leaf", lambda self, node: True)
-
-
 def state_without_its_tail(monkeypatch):
     """The tokens behind the last whole block are not looked at."""
     original = Index.state_after
