@@ -85,15 +85,17 @@ INPUTS: Final = (64, 128, 256)
 def candidates(shape: Shape) -> Iterator[Tiles]:
     """Tiles that compile without spills for B300 (`interlock_mxfp4.aot` checks those chosen)."""
     for tokens, outputs, inputs in itertools.product(TOKENS, OUTPUTS, INPUTS):
-        tiles = Tiles(tokens, outputs, inputs, *_compiled(shape, tokens, outputs))
+        tiles = Tiles(tokens, outputs, inputs, *_compiled(shape, tokens, outputs, inputs))
         if shared_bytes(shape, tiles) <= Device().shared_bytes and _fits(shape, tiles):
             yield tiles
 
 
-def _compiled(shape: Shape, tokens: int, outputs: int) -> tuple[int, int]:
+def _compiled(shape: Shape, tokens: int, outputs: int, inputs: int) -> tuple[int, int]:
     """Warps and stages: more warps where a thread's registers would not hold its part."""
     wide = outputs * tokens * shape.matrices > 64 * 64
-    return (8 if wide else 4), 3
+    # Weights that are unpacked in registers: with four warps more than 64 inputs may spill.
+    unpacked = not shape.block_scaled and inputs > 64
+    return (8 if wide or unpacked else 4), 3
 
 
 def _fits(shape: Shape, tiles: Tiles) -> bool:

@@ -269,6 +269,32 @@ def test_the_up_projection_adds_what_is_shared(dtype, tokens, size, outputs):
     close(found, exact, BOUNDS[dtype])
 
 
+def test_transposed_inputs_are_the_same_numbers():
+    from interlock_mxfp4.gpu import packed_linear
+
+    weight, x = packed(1, 70, 96), draw(96, 17).T
+    assert torch.equal(packed_linear(x, weight, None), packed_linear(x.contiguous(), weight, None))
+    rows, weights, row_map = left(torch.float32, 96)
+    wanted = tail.finalize_experts(rows, weights, row_map)
+    turned = [each.T.contiguous().T for each in (rows, weights, row_map)]
+    assert torch.equal(tail.finalize_experts(*turned), wanted)
+    found = activation.quantize_mxfp8(x)
+    for a, b in zip(found, activation.quantize_mxfp8(x.contiguous()), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    route = routing.sort_tokens(chosen(17, 3, 5), 5, SMALL.tokens)
+    inner = [
+        experts.expert_gate_up(each, packed(5, 128, 96), route, SMALL, *SITU)[counted(route)]
+        for each in (x, x.contiguous())
+    ]
+    assert torch.equal(*inner)
+
+
+def test_the_up_projection_takes_any_strides_of_what_is_shared():
+    x, weight, addend = draw(17, 64), draw(200, 64, seed=1), draw(200, 17, seed=2).T
+    exact = x.double() @ weight.double().T + addend.double()
+    close(tail.linear_add(x, weight, addend, WIDE), exact, BOUNDS[torch.float32])
+
+
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize(("ranks", "size"), [(1, 32), (2, 96), (8, 100)])
 def test_the_sum_over_ranks_is_everybody_s(dtype, ranks, size):

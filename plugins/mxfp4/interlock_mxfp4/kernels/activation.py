@@ -27,6 +27,7 @@ def quantize_mxfp8(
     x: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """X [M, K] to E4M3 values [M, K] and E8M0 scales [M, K / 32]: see `reference`."""
+    x = x if x.stride(1) == 1 else x.contiguous()
     rows, size = x.shape
     if out is None:
         values = torch.empty(rows, size, dtype=torch.float8_e4m3fn, device=x.device)

@@ -101,6 +101,7 @@ def expert_gate_up(
     Padding rows inside an expert's last tile become zero; rows behind the last tile are not
     written. ``tiles.tokens`` is the block that ``routing`` was made with.
     """
+    x = x if x.stride(1) == 1 else x.contiguous()
     size, inner = x.shape[1], weights.codes.shape[1] // 2
     rows = len(routing.row_token)
     out = x.new_empty(rows, inner) if out is None else out
@@ -125,7 +126,7 @@ def expert_down(
 ) -> torch.Tensor:
     """Rows [rows, D] of inner [rows, F]: see `reference.expert_down`."""
     experts, size = weights.codes.shape[:2]
-    rows = len(inner)
+    inner, rows = inner.contiguous(), len(inner)
     out = inner.new_empty(rows, size) if out is None else out
     grid = (triton.cdiv(size, tiles.outputs), rows // tiles.tokens)
     down_kernel[grid](

@@ -15,18 +15,23 @@ from interlock_mxfp4.tiles import Tiles
 
 
 @triton.jit
+def token_scales(xs, row, keep, k, K, BK: tl.constexpr, POLICY: tl.constexpr):
+    """Scales [BT, BK / 32] of tokens; one beyond K."""
+    group = k // 32 + tl.arange(0, BK // 32)
+    return tl.load(
+        xs + row[:, None] * (K // 32) + group[None, :],
+        mask=keep[:, None] & (group < K // 32)[None, :], other=127, eviction_policy=POLICY,
+    )  # fmt: skip
+
+
+@triton.jit
 def token_codes(x, xs, row, keep, k, K, BK: tl.constexpr):
     """Tokens [BK, BT] in E4M3 and their scales [BT, BK / 32]; zero beyond K."""
     kk = k + tl.arange(0, BK)
-    group = k // 32 + tl.arange(0, BK // 32)
     bits = tl.load(
         x + row[None, :] * K + kk[:, None], mask=keep[None, :] & (kk < K)[:, None], other=0
     )
-    s = tl.load(
-        xs + row[:, None] * (K // 32) + group[None, :],
-        mask=keep[:, None] & (group < K // 32)[None, :], other=127,
-    )  # fmt: skip
-    return bits.to(tl.float8e4nv, bitcast=True), s
+    return bits.to(tl.float8e4nv, bitcast=True), token_scales(xs, row, keep, k, K, BK, "")
 
 
 @triton.jit
@@ -50,6 +55,9 @@ def gate_up_mx_kernel(
             q, s = weight_codes(codes, scales, gate_row, f < F, k, D, BK)
             gate = tl.dot_scaled(q, s, "e2m1", t, ts, "e4m3", gate)
             q, s = weight_codes(codes, scales, gate_row + F, f < F, k, D, BK)
+            # Triton 3.6 cannot compile two products that share one tensor of scales; a load with
+            # another eviction policy is not merged with the first.
+            ts = token_scales(xs, token, token >= 0, k, D, BK, "evict_last")
             up = tl.dot_scaled(q, s, "e2m1", t, ts, "e4m3", up)
         inner = tl.reshape(gated(gate, up, beta, linear_beta, SITU, BOUNDED), (BN // 32, 32, BT))
         byte = mxfp8_scale(inner, 1)

@@ -20,7 +20,8 @@ BOTH, PUBLISH, REDUCE = 0, 1, 2
 """Parts of the kernel: the interpreter, which runs programs one by one, needs them apart."""
 
 
-@triton.jit
+# A `call` of 1 would become a constant, which has no `to`, and every sixteenth would compile anew.
+@triton.jit(do_not_specialize=["call"])
 def reduce_tail_kernel(
     rows, weights, row_map, norm, out, buffers, signals, rank, call, D, eps,
     WORLD: tl.constexpr, TOP: tl.constexpr, BD: tl.constexpr, SLOTS: tl.constexpr,
@@ -87,8 +88,9 @@ def reduce_tail(
     if out is None:
         out = torch.empty(tokens, size, dtype=norm.dtype, device=rows.device)
     if tokens:
+        given = (each.contiguous() for each in (rows, weights, row_map))
         reduce_tail_kernel[(tokens,)](
-            rows, weights.contiguous(), row_map, norm, out, buffers, signals, rank, call, size, eps,
+            *given, norm, out, buffers, signals, rank, call, size, eps,
             WORLD=len(buffers), TOP=top, BD=triton.next_power_of_2(size), SLOTS=CAPACITY,
             PART=part, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip

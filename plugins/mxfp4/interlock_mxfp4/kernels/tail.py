@@ -88,8 +88,9 @@ def finalize_experts(
         out = torch.empty(tokens, size, dtype=torch.float32, device=rows.device)
     if tokens:
         width = min(1024, triton.next_power_of_2(size))
+        given = (each.contiguous() for each in (rows, weights, row_map))
         finalize_kernel[(tokens, triton.cdiv(size, width))](
-            rows, weights.contiguous(), row_map, out, size, TOP=top, BD=width,
+            *given, out, size, TOP=top, BD=width,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out
@@ -109,8 +110,9 @@ def finalize_norm(
     if out is None:
         out = torch.empty(tokens, size, dtype=norm.dtype, device=rows.device)
     if tokens:
+        given = (each.contiguous() for each in (rows, weights, row_map))
         finalize_norm_kernel[(tokens,)](
-            rows, weights.contiguous(), row_map, norm, out, size, eps,
+            *given, norm, out, size, eps,
             TOP=top, BD=triton.next_power_of_2(size), num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     return out
@@ -125,12 +127,13 @@ def linear_add(
 ) -> torch.Tensor:
     """As `interlock.ops.experts.linear_add`, rounded once."""
     (tokens, size), outputs = x.shape, len(weight)
+    addend = addend.contiguous()
     out = torch.empty_like(addend) if out is None else out
     tiles = tiles or for_linear(tokens, outputs, size)
     if tokens:
         grid = (triton.cdiv(outputs, tiles.outputs), triton.cdiv(tokens, tiles.tokens))
         linear_add_kernel[grid](
-            x, weight, addend.contiguous(), out, tokens, size, outputs, x.stride(0),
+            x, weight, addend, out, tokens, size, outputs, x.stride(0),
             BT=tiles.tokens, BN=tiles.outputs, BK=tiles.inputs,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
