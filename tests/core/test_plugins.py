@@ -63,12 +63,12 @@ def test_only_what_is_asked_for_is_imported_in_that_order(site):
 
 def test_a_misspelt_name_is_refused_with_near_matches_and_where_each_came_from(site):
     """(PLG-03)"""
-    site.add("prefix_thing", dist="acme-cache", version="2.1")
+    site.add("warm_lookups", dist="acme-cache", version="2.1")
     site.add("other")
-    message = refusal("prefix_thng")
-    assert "'prefix_thng' is not installed" in message
-    assert "did you mean prefix_thing?" in message
-    assert "prefix_thing (acme-cache 2.1)" in message
+    message = refusal("warm_lokups")
+    assert "'warm_lokups' is not installed" in message
+    assert "did you mean warm_lookups?" in message
+    assert "warm_lookups (acme-cache 2.1)" in message
     assert "other (interlock-other 1.0)" in message
 
 
