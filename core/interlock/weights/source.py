@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from interlock.weights.quantization import GROUP
+
 if TYPE_CHECKING:
     from interlock.weights.resolve import ModelFiles
 
@@ -92,9 +94,9 @@ class Part(WeightTensor):
         if whole is None or len(self.info.shape) != 2:
             return None
         start, stop = self._range
-        if self._dim == 1 and (start % 32 or stop % 32):
+        if self._dim == 1 and (start % GROUP or stop % GROUP):
             return None
-        step = [2, 32] if self._dim == 1 else [1, 1]
+        step = [2, GROUP] if self._dim == 1 else [1, 1]
         codes, scale = (
             t.narrow(self._dim, start // n, (stop - start) // n).contiguous()
             for t, n in zip(whole, step, strict=True)

@@ -250,13 +250,14 @@ class Cache:
     # -- giving back ---------------------------------------------------------------------------
 
     def reclaim(self, num_blocks: int, num_states: int) -> None:
+        wanted = self._slots.num_free + num_states
         if num_blocks > 0:
             blocks, states = self.index.free_blocks(num_blocks)
             self.counts["evicted_blocks_total"] += blocks
             self.counts["evicted_states_total"] += states
-        short = num_states - self._slots.num_free if num_blocks > 0 else num_states
-        if num_states > 0 and short > 0:
-            self.counts["evicted_states_total"] += self.index.free_states(num_states)
+        # Blocks may have taken states along.
+        missing = wanted - self._slots.num_free
+        self.counts["evicted_states_total"] += self.index.free_states(missing)
 
     def preempted(self, requests: Sequence[Request]) -> None:
         for request in requests:
