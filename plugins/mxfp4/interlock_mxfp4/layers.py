@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 
@@ -133,7 +134,7 @@ def path_of(dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
 
 @attrs.define(slots=True)
 class Loss:
-    """What quantizing one layer's weights while loading cost."""
+    """What quantizing the weights of one layer cost."""
 
     name: str
     formats: set[str] = attrs.field(factory=set)
@@ -150,16 +151,20 @@ class Loss:
         self.size += float(weight.square().sum(dtype=torch.float64))
         self.largest = max(self.largest, float(difference.abs().max()))
 
+    @property
+    def relative(self) -> float:
+        """The error's norm over the weights'."""
+        return math.sqrt(self.error / max(self.size, 1e-300))
+
     def say(self) -> None:
         """One line on stderr: the error relative to the weights, and the largest one."""
         if not self.count:
             return
         what = "1 matrix" if self.count == 1 else f"{self.count} matrices"
-        relative = (self.error / max(self.size, 1e-300)) ** 0.5
         print(
             f"mxfp4: {self.name}: {what} quantized from "
-            f"{'+'.join(sorted(self.formats))}, relative error {100 * relative:.2f} %, largest "
-            f"{self.largest:.4g}",
+            f"{'+'.join(sorted(self.formats))}, relative error "
+            f"{100 * self.relative:.2f} %, largest {self.largest:.4g}",
             file=sys.stderr,
         )
 

@@ -20,6 +20,7 @@ from interlock.weights.packed_fp4 import FORMAT, decode, pack
 from interlock.weights.quantization import GROUP, PACKED_FORMAT
 from interlock.weights.resolve import ModelFiles
 from interlock.weights.source import TensorInfo, WeightSource, open_weights
+from interlock_mxfp4.layers import Loss
 from interlock_mxfp4.settings import IGNORED
 
 SHARD_BYTES: Final = 4 * 2**30
@@ -122,9 +123,9 @@ def _dtype(info: TensorInfo) -> torch.dtype:
 
 
 def _row(info: TensorInfo, weight: Tensor, values: Tensor) -> Row:
-    error = weight - values
-    relative = float(error.norm() / weight.norm().clamp_min(1e-30))
-    return Row(info.name, info.shape, relative, float(error.abs().max()))
+    loss = Loss(info.name)
+    loss.add(info.format, weight, values)
+    return Row(info.name, info.shape, loss.relative, loss.largest)
 
 
 def _write_shards(tensors: Iterable[tuple[str, Tensor]], target: Path) -> None:
